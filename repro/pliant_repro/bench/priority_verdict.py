@@ -146,36 +146,28 @@ def _by_rate(cells: Sequence[Json]) -> list[tuple[float | None, Modes]]:
 
     A rate that was measured twice is there twice.
     """
-    found: dict[tuple[float, object], dict[str, Json]] = {}
-    for one in cells:
-        key = (_value(one, "rate_mbit") or math.inf, one.get("stage", 0))
-        modes = found.setdefault(key, {})
-        before = modes.get(str(one["mode"]))
-        if before is None or (before["slice"] != "auto" and (one["slice"] == "auto" or _faster(one, before))):
-            modes[str(one["mode"])] = one
-    return [(rate if math.isfinite(rate) else None, found[rate, stage]) for rate, stage in sorted(found, key=_sort_key)]
+    found: dict[tuple[float, int], dict[str, Json]] = {}
+    for one in sorted(cells, key=_rank_of_slice):
+        rate, stage = _value(one, "rate_mbit") or math.inf, cast(int, one.get("stage", 0))
+        found.setdefault((rate, stage), {}).setdefault(str(one["mode"]), one)
+    return [(rate if math.isfinite(rate) else None, found[rate, stage]) for rate, stage in sorted(found)]
 
 
-def _sort_key(key: tuple[float, object]) -> tuple[float, str]:
-    return key[0], str(key[1])
+def _rank_of_slice(one: Json) -> float:
+    return 0.0 if one["slice"] == "auto" else _value(one, "iter_median_s") or math.inf
 
 
-def _faster(one: Json, other: Json) -> bool:
-    return (_value(one, "iter_median_s") or math.inf) < (_value(other, "iter_median_s") or math.inf)
+def _value(one: Json | None, key: str) -> float | None:
+    value = (one or {}).get(key)
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _step_s(modes: Modes, mode: str) -> float | None:
-    value = modes[mode].get("iter_median_s") if mode in modes else None
-    return value if isinstance(value, float) else None
+    return _value(modes.get(mode), "iter_median_s")
 
 
 def _best_s(modes: Modes, names: Sequence[str]) -> float | None:
     return min((step_s for name in names if (step_s := _step_s(modes, name)) is not None), default=None)
-
-
-def _value(one: Json, key: str) -> float | None:
-    value = one.get(key)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _where(model: str, rate: float | None) -> str:
@@ -228,21 +220,19 @@ def _check_order(where: str, modes: Modes) -> Iterator[Check]:
 
 def _check_bounds(where: str, model: str, modes: Modes) -> Iterator[Check]:
     ours = modes.get("priority")
-    if ours is not None and (fraction := _value(ours, "fraction_of_bound")) is not None:
+    if (fraction := _value(ours, "fraction_of_bound")) is not None:
         worst = _value(ours, "fraction_of_worst_repeat") or 0.0
         yield Check(f"{where}: P*/measured >= {LEAST_FRACTION}", fraction >= LEAST_FRACTION, f"{fraction:.3f}")
         yield Check(f"{where}: P*/worst repeat >= {LEAST_WORST}", worst >= LEAST_WORST, f"{worst:.3f}")
-    warmup, settled = ours.get("warmup_s") if ours else None, _value(ours, "settled_after") if ours else None
-    if warmup and (settled is not None or len(cast("list[float]", warmup)) >= SETTLED):
+    warmup = cast("list[float]", (ours or {}).get("warmup_s") or [])
+    settled = _value(ours, "settled_after")
+    if warmup and (settled is not None or len(warmup) >= SETTLED):
         ok = settled is not None and settled <= SETTLED
-        said = (
-            f"after {settled:.0f} steps" if settled is not None else f"not in {len(cast('list[float]', warmup))} steps"
-        )
+        said = f"after {settled:.0f} steps" if settled is not None else f"not in {len(warmup)} steps"
         yield Check(f"{where}: a new rate is used within {SETTLED} steps", ok, said)
-    over = _value(modes["slicing"], "over_p_fifo") if "slicing" in modes else None
-    if over is not None:
+    if (over := _value(modes.get("slicing"), "over_p_fifo")) is not None:
         yield Check(f"{where}: slicing within {NEAR_FIFO:.0%} of P_fifo", abs(over) <= NEAR_FIFO, f"{over:+.1%}")
-    r = _value(ours, "r") if ours is not None else None
+    r = _value(ours, "r")
     step_s, ddp_s, best_s = _step_s(modes, "priority"), _step_s(modes, DDP), _best_s(modes, BARRIERS)
     if r is None or step_s is None:
         return
@@ -252,7 +242,7 @@ def _check_bounds(where: str, model: str, modes: Modes) -> Iterator[Check]:
     if ddp_s and 0.9 <= r <= 1.1:
         gain = ddp_s / step_s - 1
         yield Check(f"{where} (r {r:.2f}): >= {LEAST_GAIN:.0%} over the best ddp", gain >= LEAST_GAIN, f"{gain:+.1%}")
-    if best_s and (cap := _value(cast(Json, ours), "gain_cap")) is not None:
+    if best_s and (cap := _value(ours, "gain_cap")) is not None:
         gain = best_s / step_s - 1
         # Beyond the cap means that the barrier modes lost time elsewhere, not that priorities gained it.
         yield Check(f"{where}: gain over the best barrier", None, f"{gain:+.1%} (cap {cap:.1%})")
@@ -285,7 +275,7 @@ def _check_paper(where: str, model: str, rate: float, modes: Modes) -> Iterator[
     """Check that ours is not much slower than P3 was; the other two modes show how alike the setups are."""
     paper = published(model, rate)
     for mode in FIG7_MODES:
-        ours = _value(modes[mode], "samples_per_s") if mode in modes else None
+        ours = _value(modes.get(mode), "samples_per_s")
         if mode not in paper or ours is None:
             continue
         ratio = ours / paper[mode]
@@ -305,7 +295,7 @@ def _check_curve(model: str, rates: Rates) -> Iterator[Check]:
     gains: dict[float, tuple[float, float]] = {}
     for rate, modes in rates:
         step_s, best_s = _step_s(modes, "priority"), _best_s(modes, BARRIERS)
-        r = _value(modes["priority"], "r") if "priority" in modes else None
+        r = _value(modes.get("priority"), "r")
         if rate and step_s and best_s and r is not None:
             gains[rate] = (best_s / step_s - 1, r)
     if len(gains) > 2 and min(r for _, r in gains.values()) < 0.9 < 1.1 < max(r for _, r in gains.values()):
@@ -325,18 +315,15 @@ def _check_curve(model: str, rates: Rates) -> Iterator[Check]:
 def _check_vgg(rates: Rates) -> Iterator[Check]:
     """Check VGG, most of which is one layer: whole layers cannot be overlapped, slices can."""
     for rate, modes in rates:
-        one = modes.get("priority") or modes.get("slicing")
-        r = _value(one, "r") if one else None
+        r = _value(modes.get("priority") or modes.get("slicing"), "r")
         ours, sliced, whole = (_step_s(modes, name) for name in ("priority", "slicing", "baseline"))
         if rate is None or r is None or not sliced:
             continue
         if whole and r <= 1:
             gain = whole / sliced - 1
-            yield Check(
-                f"vgg at {rate:g} Mbit/s (r {r:.2f}): slicing >= 25% over baseline", gain >= 0.25, f"{gain:+.1%}"
-            )
+            name = f"vgg at {rate:g} Mbit/s (r {r:.2f}): slicing >= 25% over baseline"
+            yield Check(name, gain >= 0.25, f"{gain:+.1%}")
         if ours and 1.05 <= r <= 1.35:
             gain = sliced / ours - 1
-            yield Check(
-                f"vgg at {rate:g} Mbit/s (r {r:.2f}): priority >= 10% over slicing", gain >= 0.10, f"{gain:+.1%}"
-            )
+            name = f"vgg at {rate:g} Mbit/s (r {r:.2f}): priority >= 10% over slicing"
+            yield Check(name, gain >= 0.10, f"{gain:+.1%}")
