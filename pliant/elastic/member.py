@@ -50,8 +50,8 @@ class Member:
         """How many members take part; the others stand by. Set before `ready`."""
         self.entering = False
         """Whether the program is on its way into a membership: a newer one then interrupts it."""
+        self.transport = transport
         self._spec = spec
-        self._transport = transport
         self._changed = threading.Condition()
         self._latest = Membership()
         self._prepared: dict[int, Membership] = {}
@@ -98,17 +98,17 @@ class Member:
         """Begin to follow the membership. In a job that is not elastic, connect to all workers of its only one."""
         if not self.elastic:
             fixed = Membership(number=self._spec.view.number, members=self._spec.view.workers)
-            self._transport.connect(fixed.members, fixed.number, timeout_s=GATHER_S)
+            self.transport.connect(fixed.members, fixed.number, timeout_s=GATHER_S)
             self._latest, self._prepared = fixed, {fixed.number: fixed}
             return
-        self._transport.on_lost = self._on_lost
+        self.transport.on_lost = self._on_lost
         self._follower.start(ClusterSnapshot())
         self._preparing.start()
 
     def close(self) -> None:
         """Stop the threads; messages that were not sent are dropped."""
         self._closing = True
-        self._transport.on_lost = None
+        self.transport.on_lost = None
         self._follower.stop()
         with self._changed:
             self._changed.notify_all()
@@ -127,11 +127,11 @@ class Member:
             if self._entered >= 0 and not self._closing:
                 with contextlib.suppress(EngineClosed):  # the program may be leaving just now
                     if membership.urgent > self._entered:
-                        self._transport.abort(ViewChanged(f"membership {membership.urgent} excludes a lost worker"))
+                        self.transport.abort(ViewChanged(f"membership {membership.urgent} excludes a lost worker"))
                     elif self.entering and membership.number > self._entered:
-                        self._transport.abort(ViewChanged(f"membership {membership.number} has come meanwhile"))
+                        self.transport.abort(ViewChanged(f"membership {membership.number} has come meanwhile"))
                     elif membership.over and not membership.members and not self._finished:
-                        self._transport.abort(ViewChanged("the job is over"))
+                        self.transport.abort(ViewChanged("the job is over"))
             self._changed.notify_all()
         if membership.over:
             self._follower.stop()
@@ -147,7 +147,7 @@ class Member:
             if self.me in members:
                 try:
                     stale = partial(self._is_stale, membership)
-                    self._transport.connect(members, membership.number, timeout_s=CONNECT_S, cancelled=stale)
+                    self.transport.connect(members, membership.number, timeout_s=CONNECT_S, cancelled=stale)
                 except CommError as error:
                     if not self._is_stale(membership):
                         log.warning("%s cannot connect to membership %d: %s", self.me, membership.number, error)
@@ -204,19 +204,11 @@ class Member:
         """Move to the view of `membership`; raise CommError if a member is gone already."""
         view = self.view_of(membership)
         with self._changed:
-            engine = self._transport.enter(view)
+            engine = self.transport.enter(view)
             self._entered, self._current = membership.number, view.workers
             if self._latest.number > membership.number:
                 raise ViewChanged(f"membership {self._latest.number} has come meanwhile")
         return engine
-
-    def publish(self, name: str, tensor: object) -> None:
-        """Let other members fetch `tensor` under `name`."""
-        self._transport.publish(name, tensor)  # type: ignore[arg-type]
-
-    def unpublish(self, prefix: str) -> None:
-        """Withdraw all that was published under names that begin with `prefix`."""
-        self._transport.unpublish(prefix)
 
     def settled(self) -> None:
         """Report that this worker has the state of the job; return at once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable
-from types import TracebackType
 
 from pliant.cluster import Membership, View, Wanted, Worker
 from pliant.elastic.membership import ElasticState
@@ -60,9 +59,7 @@ class StateStore:
             ) from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -174,13 +174,7 @@ class HeadRunner:
             return
         with contextlib.suppress(CommError):
             while (message := channel.receive()) is not None:
-                code = message.body.get("code", 1)
-                self.send_status(
-                    host,
-                    str(message.body.get("status", "")),
-                    str(message.body.get("cause", "")),
-                    code if isinstance(code, int) else 1,
-                )
+                self.send_status(host, message.body["status"], message.body["cause"], message.body["code"])
         with self._changed:
             self._channels.pop(host, None)
             if self._group.elastic and self._group.begun and self._group.verdict is None and not self._closing:
@@ -287,8 +281,7 @@ class MemberRunner:
         with contextlib.suppress(CommError):
             while (message := channel.receive()) is not None:
                 if "verdict" in message.body:
-                    code = message.body.get("code")
-                    self._post(Verdict(str(message.body["verdict"]), code if isinstance(code, int) else 1))
+                    self._post(Verdict(message.body["verdict"], message.body["code"]))
                     return
         if self._closing:
             return

@@ -40,50 +40,36 @@ def check_strategy(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The flags of `pliant run`; a wrong value raises ConfigError when this is made."""
+    """The flags of `pliant run` as values; a wrong one raises ConfigError when this is made.
+
+    Docstrings say what the help of the flag (`cli.run.RunArguments`) does not.
+    """
 
     program: tuple[str, ...]
     """The program and its arguments, as typed."""
     np: int = 1
-    """Workers in the whole job, over all hosts."""
     hosts: tuple[Host, ...] = ()
     """The machines, from -H or -hostfile; empty means this machine only, with enough slots."""
     self_host: str = ""
-    """Which of the hosts this machine is."""
     nic: str = ""
-    """The interface whose address says which host this is."""
     port_range: PortRange = field(default_factory=PortRange)
-    """Where workers listen."""
     strategy: str = DEFAULT_STRATEGY
-    """The topology that collectives start with."""
     timeout_s: float = 0.0
-    """End the job after this long; 0 means never."""
     grace_s: float = 10.0
-    """Time between SIGTERM and SIGKILL."""
     rendezvous_timeout_s: float = 300.0
-    """How long the runners of several hosts wait for each other."""
     heartbeat_timeout_s: float = 10.0
-    """Workers take a peer for lost after this much silence."""
     logdir: str = ""
-    """Where each worker's output is also written; empty means nowhere."""
     show_output: bool = True
-    """Whether workers' output is shown."""
     quiet: bool = False
-    """Whether the dump of arguments, interfaces and environment is left out."""
     allow_nvlink: bool = False
-    """Leave CUDA_VISIBLE_DEVICES alone."""
     port: int = DEFAULT_RUNNER_PORT
-    """Where the first host's runner meets the others."""
     secret_file: str = ""
-    """File with the job's secret."""
     watch: bool = False
-    """Follow the config server: start and stop workers as the view says."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
     checkpoint_dir: str = ""
     """Where checkpoints go, as an absolute path; empty means none."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 means only when the program asks."""
     resume: str = ""
     """`auto`, a checkpoint's path, or empty: what training begins with."""
     resize_schedule: tuple[tuple[int, int], ...] = ()
@@ -91,13 +77,10 @@ class RunOptions:
     adapting: Mapping[str, str] = field(default_factory=dict)
     """Monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones are left out."""
     max_restarts: int = 100
-    """In watch mode, how many crashed workers this runner replaces."""
     independent: bool = False
     """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
     warm: bool = True
-    """In watch mode, fork the workers of a Python program from a process that has imported torch."""
     config_server: str = ""
-    """URL of the config server to follow."""
     builtin_config_port: int = 0
     """Where to run a config server inside this runner; 0 means a free port, where one is needed."""
     init_version: int = 0
@@ -126,18 +109,10 @@ class RunOptions:
             )
         if self.independent and not self.watch:
             raise ConfigError("--independent replaces workers one by one, as a watching runner does: add -w")
-        if self.builtin_config_port and not self.follows_builtin:
-            raise ConfigError(
-                f"-builtin-config-port {self.builtin_config_port} is for the job's own config server: "
-                "add -w, and leave -config-server out"
-            )
         object.__setattr__(self, "strategy", check_strategy(self.strategy))
 
     def _check_training(self) -> None:
-        for count, flag in (
-            (self.checkpoint_every, "--checkpoint-every"),
-            (self.max_restarts, "--max-restarts"),
-        ):
+        for count, flag in ((self.checkpoint_every, "--checkpoint-every"), (self.max_restarts, "--max-restarts")):
             if count < 0:
                 raise ConfigError(f"{flag} {count}: use 0 or more")
         if self.determinism and self.determinism not in LEVELS:
@@ -364,6 +339,11 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
         ConfigError, CapacityError: with what was asked, what there is, and which flag helps.
     """
     command = find_command(options.program, machine.environ.get("PATH"))
+    if options.builtin_config_port and not options.follows_builtin:
+        raise ConfigError(
+            f"-builtin-config-port {options.builtin_config_port} is for the job's own config server: "
+            "add -w, and leave -config-server out"
+        )
     asked = machine.resolve(options.self_host) if options.self_host else ""
     hosts = resolve_hosts(options.hosts or _default_hosts(options, machine, asked), machine.resolve)
     self_host = choose_self(hosts, asked=asked, nic=options.nic, nics=machine.nics, local=machine.is_local)

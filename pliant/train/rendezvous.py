@@ -342,10 +342,10 @@ def _lent_prefix(view: int) -> str:
 def lend_state(member: Member, view: int, state: object) -> int:
     """Let members of the coming view fetch `state`, before any can ask; return the size of its table of contents."""
     contents, hosts = _pack_state(state)
-    member.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    member.transport.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
     for number, host in enumerate(hosts):
         if host.numel():
-            member.publish(f"{_lent_prefix(view)}{number}", host.view(-1))
+            member.transport.publish(f"{_lent_prefix(view)}{number}", host.view(-1))
     return len(contents)
 
 
@@ -413,7 +413,7 @@ def _broadcast(
 
 def reclaim_state(member: Member) -> None:
     """Stop lending."""
-    member.unpublish(_LENT_PREFIX)
+    member.transport.unpublish(_LENT_PREFIX)
 
 
 def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:

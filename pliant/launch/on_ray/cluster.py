@@ -23,7 +23,7 @@ from pliant.errors import CapacityError, ConfigError
 
 log = logging.getLogger(__name__)
 
-START_ONE = "start one with `ray start --head`, or name it by {}, as HOST:PORT"
+START_ONE = "start one with `ray start --head`, or name it by --ray-address, as HOST:PORT"
 ANSWER_S = 5.0
 BUILT_IN = {"cpu": "CPU", "gpu": "GPU"}
 """Ray's names of the resources that every cluster has, by our names."""
@@ -55,14 +55,11 @@ def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, RayNode]:
             f"{addresses[shared[0]]} nodes of the Ray cluster have the address {shared[0]}: "
             "start one per machine, or each with its own --node-ip-address"
         )
-    hosts = {
-        str(node["NodeID"]): _own_loopback(str(node["NodeID"])) if shared else str(node["NodeManagerAddress"])
-        for node in living
-    }
-    return {
-        str(node["NodeID"]): RayNode(str(node["NodeID"]), hosts[str(node["NodeID"])], devices_in(node["Resources"]))
-        for node in living
-    }
+    found = {}
+    for node in living:
+        name, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
+        found[name] = RayNode(name, _own_loopback(name) if shared else address, devices_in(node["Resources"]))
+    return found
 
 
 def _own_loopback(node: str) -> str:
@@ -113,11 +110,10 @@ def bundle_of(kind: str, nodes: Mapping[str, RayNode]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def connected(address: str, *, asked: str = "--on ray", flag: str = "--ray-address") -> Iterator[None]:
+def connected(address: str) -> Iterator[None]:
     """Make this process a driver of the cluster at `address` (`auto`: the one of this machine, or RAY_ADDRESS).
 
-    What Ray itself would print goes nowhere: we say what we make of it. `asked` is how the user asked for Ray, and `flag`
-    where the address was given.
+    What Ray itself would print goes nowhere: we say what we make of it.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
@@ -127,35 +123,35 @@ def connected(address: str, *, asked: str = "--on ray", flag: str = "--ray-addre
         import ray
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:
-        raise ConfigError(f"{asked} needs Ray: `pip install 'pliant[ray]'`") from None
+        raise ConfigError("--on ray needs Ray: `pip install 'pliant[ray]'`") from None
     try:
         found = canonicalize_bootstrap_address(address)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{flag} {address!r}: {error}; {START_ONE.format(flag)}") from None
+        raise ConfigError(f"--ray-address {address!r}: {error}; {START_ONE}") from None
     if found is None:
-        raise ConfigError(f"{flag} {address}: no Ray cluster runs here; {START_ONE.format(flag)}")
-    host = _answering(address, found, flag)
+        raise ConfigError(f"--ray-address {address}: no Ray cluster runs here; {START_ONE}")
+    host = _answering(address, found)
     own = {"_node_ip_address": host} if ipaddress.ip_address(host).is_loopback else {}
     ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(address=found, log_to_driver=False, logging_level=logging.CRITICAL, **own)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{flag} {address}: {why}; {START_ONE.format(flag)}") from None
+        raise ConfigError(f"--ray-address {address}: {why}; {START_ONE}") from None
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _answering(address: str, found: str, flag: str) -> str:
+def _answering(address: str, found: str) -> str:
     """Return the host of `found` after checking that something listens there: Ray itself would try for minutes."""
     host, _, port = found.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as sock:
             return str(sock.getpeername()[0])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {address}: nobody answers at {found} ({error}); {START_ONE.format(flag)}") from None
+        raise ConfigError(f"--ray-address {address}: nobody answers at {found} ({error}); {START_ONE}") from None
 
 
 def living_nodes() -> dict[str, RayNode]:
