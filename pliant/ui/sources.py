@@ -120,7 +120,7 @@ def _find_records(folder: Path) -> Iterator[Path]:
 def logs_beside(record: Path) -> list[Path]:
     """Return where the logs of a job with this record may be."""
     folder = record.parent
-    return [folder / "log", *sorted(folder.glob("*.log")), *sorted((folder.parent / "worker").glob("log_*"))]
+    return [folder / "log", *sorted(folder.glob("*.std*.log")), *sorted((folder.parent / "worker").glob("log_*"))]
 
 
 # --- the job server or the job store ---
