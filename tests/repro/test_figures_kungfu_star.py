@@ -96,7 +96,7 @@ def test_traffic_on_several_connections_keeps_the_rate_of_all() -> None:
     assert 10e6 < done.bits_per_s < 80e6
     for wrong in (0, 1000):
         with pytest.raises(ConfigError, match="use 1 to 256"):
-            traffic.check_connections(wrong)
+            traffic.check_amounts(1.0, wrong)
 
 
 @pytest.mark.root

@@ -1,17 +1,15 @@
-"""The figures of P3 in `pliant reproduce`: what they judge, what they draw, and one of them end to end."""
+"""The figures of P3 in `pliant reproduce`: what they judge, and what they ask of the contests."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from command import command
 from pliant_repro.bench.priority import PriorityOptions
 from pliant_repro.bench.priority_verdict import FIG7, FIG10
 from pliant_repro.figures import p3
-from pliant_repro.figures.figure import Options, save
+from pliant_repro.figures.figure import Options
 from pliant_repro.scaling_model import bounds
 
 from pliant.errors import ConfigError
@@ -126,25 +124,6 @@ def test_fig12_wants_the_best_size_in_the_middle_and_the_tuner_near_it() -> None
     assert [one["paper_slice"] for one in good["cells"]] == [None, 5000, 50_000, 500_000, 1_000_000]
     assert not sliced(auto=90, s500=90, s5000=97, s50000=84, s100000=77)["ok"]
     assert not sliced(auto=97, s500=80, s5000=85, s50000=94, s100000=97)["ok"]
-
-
-def results() -> list[Any]:
-    return [
-        fig7(curves()),
-        fig9(busy("vgg", "baseline", 0.45, 0.26), busy("vgg", "priority", 0.74, 0.02)),
-        p3.Machines().result_of([contest(*scaled(2, 1.25, 1.6))], QUICK),
-        sliced(auto=96, s500=90, s5000=97, s50000=84, s100000=77),
-    ]
-
-
-@pytest.mark.parametrize("stored", results(), ids=lambda result: result["bench"])
-def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) -> None:
-    name = stored["bench"]
-    save(stored, tmp_path / f"{name}.json")
-    answer = command("reproduce", name, "--replot", "--out", str(tmp_path))
-    assert answer.exit_code == 0, answer.output
-    assert "the figure's claim holds" in answer.stdout
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_figure_says_which_models_it_has() -> None:

@@ -359,7 +359,8 @@ def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path
         write_report(out, [FIGURES[FAST[0]]])
 
 
-KEPT = sorted((Path(__file__).parents[2] / "repro" / "results").glob("*_fig*.json"))
+RESULTS = Path(__file__).parents[2] / "repro" / "results"
+KEPT = sorted([*RESULTS.glob("*_fig*.json"), *RESULTS.glob("reproduce_all/*.json")])
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])

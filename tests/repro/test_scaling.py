@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from pliant.comm.topology import Strategy
 
 QUICK = Options(quick=True, device="cpu")
 fig9, fig10 = HostScaling(), LaunchOrder()
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 SIZES = (1, 2, 4, 8, 16, 32)
 
 # --- the published ratio ---
@@ -136,7 +134,6 @@ def test_predictions_go_to_1024_and_follow_the_runs() -> None:
     assert predictions(sweep_of({"auto": {2: 0.7}}), cores=2) == {}
 
 
-@draws
 def test_figure_9_is_drawn_and_tabled(tmp_path: Path) -> None:
     sweeps = [
         sweep_of({side: evenly(0.7) for side in ("tree", "auto", "ddp", "ddp-best", "openmpi")}),
@@ -173,7 +170,6 @@ def test_figure_10_complains(changes: dict[str, Any], said: str) -> None:
     assert said in str(result["remarks"])
 
 
-@draws
 def test_figure_10_says_what_was_not_measured_and_what_was(tmp_path: Path) -> None:
     result = fig10.result_of(GOOD, [], 0, QUICK)
     assert result["ok"]

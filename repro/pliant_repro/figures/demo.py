@@ -1,8 +1,6 @@
 """The two jobs of `pliant demo`: stock DDP as the reference, pliant through resizes and a kill, and their comparison.
 
-Both jobs are real processes of `program`. DDP's are forked by the program itself; pliant's are a `pliant run -w` with its own
-config server, which is asked for other numbers of workers as `pliant resize` does. All that is known about either job comes from
-the logs of its processes. This module prints nothing: `cli.demo` does.
+Both jobs are real processes of `program`, and all that is known about them comes from their logs. `cli.demo` prints it.
 """
 
 from __future__ import annotations

@@ -34,20 +34,19 @@ class Series:
 
     name: str
     level: str
-    same_stages: tuple[int, ...]
-    """In these stages every bit is DDP's."""
     unlike: bool = False
     """Whether the worker that joins in the last stage is a machine of another kind."""
     diverges: bool = False
+    """Whether the bits are DDP's in the first stage only."""
     refuses: bool = False
     """Whether the job continues without the worker that joins."""
 
 
 SERIES = (
-    Series("D0", "D0", (0,), diverges=True),
-    Series("D1", "D1", (0, 1, 2)),
-    Series("D1, unlike", "D1", (0, 1, 2), unlike=True, refuses=True),
-    Series("D1+D2, unlike", "D2", (0, 1, 2), unlike=True),
+    Series("D0", "D0", diverges=True),
+    Series("D1", "D1"),
+    Series("D1, unlike", "D1", unlike=True, refuses=True),
+    Series("D1+D2, unlike", "D2", unlike=True),
 )
 COLOURS = {"D0": "tab:red", "D1": "tab:green", "D1, unlike": "tab:olive", "D1+D2, unlike": "tab:blue"}
 
@@ -130,13 +129,11 @@ class SameBits(Figure):
             same.append(len(digests) == 1 and "" not in digests)
             known = mine is not None and theirs is not None and last in mine.losses and last in theirs.losses
             deltas.append(mine.losses[last][-1] - theirs.losses[last][-1] if known and mine and theirs else None)
-        done = [step for step in found.steps.values() if step.digests]
         return {
             "delta_loss": deltas,
             "same_bits": same,
             "workers": [found.steps[step].size if step in found.steps else 0 for step in range(num_steps)],
             "refused": "refused: " in found.output,
-            "last_sha256": done[-1].digests[-1] if done else None,
         }
 
     def judge(self, cell: Result, steps: int) -> list[str]:
@@ -146,7 +143,7 @@ class SameBits(Figure):
             if series is None:
                 continue
             same, deltas, workers = series["same_bits"], series["delta_loss"], set(series["workers"])
-            for stage in each.same_stages:
+            for stage in range(1 if each.diverges else len(self.stages)):
                 part = slice(stage * steps, (stage + 1) * steps)
                 if not all(same[part]) or any(delta != 0 for delta in deltas[part]):
                     first = same[part].index(False) if False in same[part] else 0

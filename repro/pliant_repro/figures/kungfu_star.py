@@ -50,9 +50,7 @@ class StarSetting:
     begin_step: int | None = None
     """Step at which the other traffic starts; None means never."""
     traffic_share: float = 0.6
-    """Share of the first host's link that the other traffic takes, on `connections`, for `traffic_s`."""
-    connections: int = 8
-    traffic_s: float = 60.0
+    """Share of the first host's link that the other traffic takes."""
     timeout_s: float = 300.0
 
 
@@ -172,7 +170,7 @@ def _sender(lab: Lab, setting: StarSetting) -> Iterator[None]:
     """Send from the first host to the last for some time."""
     command = [*PLIANT, "bench", "traffic", "--to", f"{lab.addresses[-1]}:{PORT}"]
     command += ["--rate", format_rate(round(setting.bits_per_s * setting.traffic_share))]
-    command += ["--seconds", f"{setting.traffic_s:g}", "--connections", str(setting.connections)]
+    command += ["--seconds", "60", "--connections", "8"]
     with _ended(lab.popen(0, command, stdout=subprocess.DEVNULL, env=launch.environment())):
         yield
 

@@ -1,8 +1,4 @@
-"""Starts the training program, waits for it, and reads what its processes have written down.
-
-`Task` says what to train and what to record. `train` runs it: as one process, or as a job under `pliant run`. Every process
-of the job appends JSON lines to a file of its own in one folder; `RunLog` reads them, also while they grow.
-"""
+"""Starts the training program, waits for it, and reads the log lines that its processes have written."""
 
 from __future__ import annotations
 

@@ -51,9 +51,7 @@ def _digits(task: Task, _: str) -> Workload:
         nn.Flatten(), nn.Dropout(0.3), nn.Linear(48 * 16, 10),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Workload(
-        model=model, optimizer=optimizer, dataset=dataset, batch_size=BATCH_SIZE, held_out=held_out
-    )
+    return Workload(model=model, optimizer=optimizer, dataset=dataset, batch_size=BATCH_SIZE, held_out=held_out)
 
 
 def _small_net(task: Task, _: str) -> Workload:
