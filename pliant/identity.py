@@ -134,7 +134,7 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
                 values[each.name] = read(text)
             elif each.name in ("view", "secret"):
                 raise ConfigError(
-                    f"PLIANT_{each.name.upper()} is unset although PLIANT_WORKER is set: use `pliant run`"
+                    f"PLIANT_{each.name.upper()} is unset or empty although PLIANT_WORKER is set: use `pliant run`"
                 )
     except ValueError as error:
         raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None

@@ -11,13 +11,13 @@ import pytest
 
 
 def make_certificate(directory: Path, name: str) -> tuple[str, str]:
-    """Return the paths of a new certificate and its key; skip the test if the program openssl is missing."""
+    """Return the paths of a new certificate for 127.0.0.1 and its key; skip the test if the program openssl is missing."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the program openssl, to make certificates: apt install openssl")
     certificate, key = str(directory / f"{name}.pem"), str(directory / f"{name}.key")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-keyout", key, "-out", certificate]
-    command = ["openssl", "req", "-x509", *curve, *files, "-days", "2", "-subj", f"/CN={name}"]
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", *curve, "-keyout", key, "-out", certificate, "-days", "2", *names]
     subprocess.run(command, check=True, capture_output=True, timeout=20)
     return certificate, key
 

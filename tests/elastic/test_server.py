@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sqlite3
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
+from certificates import make_certificate
 from serving import A0, A2, ONE, TWO, serving
 
 from pliant.cluster import View, Worker
@@ -176,18 +175,8 @@ def test_a_token_is_needed_where_there_is_one() -> None:
         ServerConfig(token="a b")
 
 
-def make_certificate(folder: Path) -> tuple[str, str]:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the program openssl, to make certificates: apt install openssl")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=60)
-    return str(cert), str(key)
-
-
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cert, key = make_certificate(tmp_path)
+    cert, key = make_certificate(tmp_path, "server")
     config = ServerConfig(port=0, tls_cert=cert, tls_key=key, initial=TWO)
     with ConfigServer(config).running() as server:
         assert server.url.startswith("https://127.0.0.1:")

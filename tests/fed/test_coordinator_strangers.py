@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import socket
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from certificates import make_certificate
 from patience import until
 from worker_processes import DEADLINE_S, SECRET, Disturbed, Nursery, impostor, outcome, sha256, small
 
@@ -44,17 +43,8 @@ def test_another_secret_is_refused_on_both_sides(
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Two self-signed certificates for 127.0.0.1, each with its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the program openssl, to make certificates: apt install openssl")
-    folder, made = tmp_path_factory.mktemp("certificates"), []
-    for name in ("job", "stranger"):
-        certificate, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
-        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-        command = ["openssl", "req", "-x509", *curve, "-keyout", key, "-out", certificate, "-days", "2", *names]
-        subprocess.run(command, check=True, capture_output=True, timeout=20)
-        made.append((certificate, key))
-    return made
+    folder = tmp_path_factory.mktemp("certificates")
+    return [make_certificate(folder, name) for name in ("job", "stranger")]
 
 
 def test_with_certificates_it_is_the_same_and_another_is_refused_on_both_sides(
@@ -222,7 +212,7 @@ def test_what_the_user_gave_wrong_is_one_line(ward: Nursery, tmp_path: Path) -> 
     for address, environ, said in (
         ("nonsense", {}, "is not HOST:PORT"),
         ("a:1", {CA_VARIABLE: "nonsense"}, "holds no certificate"),
-        ("a:1", {"PLIANT_SECRET": ""}, "PLIANT_SECRET is empty"),
+        ("a:1", {"PLIANT_SECRET": ""}, "PLIANT_SECRET is unset or empty"),
     ):
         wrong = ward.worker(tmp_path, address, environ=environ)
         assert wrong.wait() == REFUSED_EXIT

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from certificates import make_certificate
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
@@ -79,12 +78,8 @@ def test_who_is_asked_for_the_token_is_told_where_it_is() -> None:
         assert "http" not in form, "nothing is loaded from elsewhere"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl, to make a certificate")
 def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: Path) -> None:
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-    made += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
-    subprocess.run(made.split(), check=True, capture_output=True, timeout=60)
+    cert, key = make_certificate(tmp_path, "page")
     config = DashConfig(token=TOKEN, tls_cert=cert, tls_key=key)
     listener = socket.create_server(("127.0.0.1", 0))
     served = uvicorn.Server(server._settings(config, PageGate(APP, TOKEN, open_to=None)))
