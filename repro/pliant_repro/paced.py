@@ -25,6 +25,7 @@ from pliant_repro.scaling_model import Layer
 
 WIDTH = 256
 """Length of a sample."""
+SLACK_S = 0.05
 # Powers of two, so that the products are exact and no processor can round otherwise.
 _GAIN = 2.0**-14
 """How much a weight changes the activations of its layer: little, because there are up to a hundred layers."""
@@ -36,7 +37,7 @@ class Device:
     """Simulated device that computes one thing after the other, each for a given time, by its own clock.
 
     The clock advances by computed time only, so errors of sleeping do not add up. It jumps to the present when the device has
-    run idle: after `stalled`, or when the program is more than `slack_s` behind, as after a pause. `waited_until` returns when
+    run idle: after `stalled`, or when the program is more than SLACK_S behind, as after a pause. `waited_until` returns when
     the program last stopped waiting for the network; the clock goes on from there. What the program does after that, such as
     updating parameters, is part of the paced time already.
     """
@@ -45,17 +46,13 @@ class Device:
         self,
         waited_until: Callable[[], float] | None = None,
         *,
-        slack_s: float = 0.05,
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._waited_until = waited_until
-        self._slack_s = slack_s
         self._now_s = now_s
         self._sleep = sleep
         self._clock_s: float | None = None  # None: the device has never run
-        self.behind_s = 0.0
-        """Largest delay of the program behind the device so far, without pauses: the time that the clock has hidden."""
 
     def stalled(self) -> None:
         """Note that the program has just waited: what is launched next cannot begin before now."""
@@ -69,11 +66,8 @@ class Device:
         elif self._waited_until is not None:
             self._clock_s = max(self._clock_s, self._waited_until())
         assert self._clock_s is not None, "stalled() sets it"
-        behind_s = self._now_s() - self._clock_s
-        if behind_s > self._slack_s:
+        if self._now_s() - self._clock_s > SLACK_S:
             self.stalled()
-        else:
-            self.behind_s = max(self.behind_s, behind_s)
         begin_s = self._clock_s
         self._clock_s = begin_s + seconds
         return begin_s, self._clock_s

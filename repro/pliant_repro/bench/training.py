@@ -165,23 +165,20 @@ class TrainingLoop:
         accumulate: int = 1,
         wait_for_sums: Callable[[], None] | None = None,
         stats: Callable[[], dict[str, object]] = dict,
-        traced: bool = False,
     ) -> None:
         """
         Args:
             turns: replicas that this rank trains one after the other in each step.
             accumulate: batches whose gradients are summed before an update.
             wait_for_sums: called between the backward pass and the update; where it returns, the program may have waited.
-            traced: whether to trace steps here, because the side does not do so itself.
         """
         self.subject, self._model, self._optimizer, self._batches = subject, model, optimizer, batches
         self._turns, self._accumulate, self._wait_for_sums = turns, accumulate, wait_for_sums
-        self.stats, self._traced = stats, traced
+        self.stats = stats
         self.num_steps = 0
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
-        begin_s = time.monotonic()
         for number in range(self._turns * self._accumulate):
             batch = next(self._batches)
             if number % self._accumulate == 0:
@@ -197,8 +194,6 @@ class TrainingLoop:
                     self.subject.paced.device.stalled()  # before the update, which is part of what is paced
             self._optimizer.step()
         self.num_steps += 1
-        if self._traced:
-            trace.event("step", f"step {self.num_steps}", begin_s)
 
     def take_losses(self) -> list[float]:
         """Return the losses of the batches since the last call."""
@@ -232,7 +227,7 @@ class DdpLoops:
         model = DistributedDataParallel(subject.model, **{**self._task.ddp, **asked})
         optimizer = make_optimizer(self._task, subject.model)
         batches = load_batches(subject, self._rank, self._task.num_workers)
-        self._loops[key] = TrainingLoop(subject, model, optimizer, batches, wait_for_sums=lambda: None, traced=True)
+        self._loops[key] = TrainingLoop(subject, model, optimizer, batches, wait_for_sums=lambda: None)
         return self._loops[key]
 
 
