@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from pliant.cli.output import JsonFile, check_writable, is_stdout, option, print_table, save_json, show_waiting
 from pliant.errors import ConfigError
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pliant.train.obstacles import Obstacle
-
-WIDTH = 160
-"""Width of a table that is not shown on a terminal."""
 
 
 def doctor(
@@ -98,24 +93,23 @@ def _examine_model(target: str, replicas: int, *, quiet: bool) -> tuple[bool, di
 
 
 def _print_model(found: dict[str, list[Obstacle]], verdicts: dict[str, bool], reason: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if any(found.values()):
-        console.print(_table(found))
+        print_table(("in the way of", "module", "type", "why"), _rows(found))
     for what, ok in verdicts.items():
-        console.print(f"{what}: {'yes' if ok else f'no{reason}'}", markup=False, soft_wrap=True)
+        print(f"{what}: {'yes' if ok else f'no{reason}'}")
 
 
-def _table(found: dict[str, list[Obstacle]]) -> Table:
-    """Return a table with one row for all modules that have the same obstacle."""
-    table = Table("in the way of", "module", "type", "why", "remedy")
+def _rows(found: dict[str, list[Obstacle]]) -> list[tuple[str, ...]]:
+    """Return one row for all modules that have the same obstacle."""
+    rows: list[tuple[str, ...]] = []
     for what, obstacles in found.items():
-        rows: dict[tuple[str, str, str], list[str]] = {}
+        modules: dict[tuple[str, str, str], list[str]] = {}
         for each in obstacles:
-            rows.setdefault((each.type, each.why, each.remedy), []).append(each.module or "(the model)")
-        for (kind, why, remedy), names in rows.items():
+            modules.setdefault((each.type, each.why, each.remedy), []).append(each.module or "(the model)")
+        for (kind, why, remedy), names in modules.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            table.add_row(what, names[0] + more, kind, why, remedy)
-    return table
+            rows.append((what, names[0] + more, kind, f"{why}\n-> {remedy}"))
+    return rows
 
 
 def _built(target: str) -> nn.Module:

@@ -19,7 +19,6 @@ from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob
 from pliant.jobs.backends import FederatedRun, LocalBackend, TrainRun
-from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun
 from pliant.jobs.schema import job_from_json
 from pliant.launch import processes
@@ -224,15 +223,6 @@ def test_processors_see_no_cuda_device_and_machines_without_leave_it_alone(tmp_p
 def test_more_types_than_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="t4=1: this machine has 2 CUDA devices"):
         LocalBackend({"v100": 2, "t4": 1}, {"CUDA_VISIBLE_DEVICES": "0,1"})
-
-
-def test_an_end_says_when(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    run.place.mkdir()
-    (run.place / "exit.json").write_text('{"code": 0, "at_s": 12.5}')
-    found = LocalBackend({"cpu": 1}).adopt(run)
-    assert found is not None
-    assert found.ended() == RunEnd(0, 12.5)
 
 
 # --- federated runs ---

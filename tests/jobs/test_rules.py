@@ -118,13 +118,6 @@ def test_a_job_starts_with_its_guarantee_and_says_why(world: World) -> None:
     assert [note.what for note in world.done if isinstance(note, NoteEvent)] == ["submitted", "decision", "starting"]
 
 
-def test_the_first_step_makes_it_running(world: World) -> None:
-    world.submit("a")
-    world.steps("a", count=1)
-    assert world.job("a").state == "running"
-    assert world.job("a").step == 1
-
-
 def test_nothing_grows_before_its_speed_is_known(world: World) -> None:
     world.submit("a")
     assert world.allocate() == []
@@ -142,12 +135,6 @@ def test_growth_doubles_until_every_replica_has_a_device(world: World) -> None:
     assert world.allocate() == [ResizeRun("a", {"cpu": 4})]
     world.steps("a", 0.1)
     assert world.allocate() == []
-
-
-def test_max_is_kept(world: World) -> None:
-    world.submit("a", max=2)
-    world.grown("a")
-    assert world.job("a").asked == {"cpu": 2}
 
 
 def test_steps_of_before_a_change_do_not_count(world: World) -> None:
@@ -327,14 +314,6 @@ def test_a_job_that_was_faster_on_fewer_devices_goes_back_and_remembers(world: W
     assert world.allocate() == [ResizeRun("a", {"cpu": 2})]
 
 
-def test_a_job_that_is_faster_stays(world: World) -> None:
-    world.submit("a")
-    world.steps("a", 0.2)
-    world.allocate()
-    assert world.steps("a", 0.19) == []
-    assert world.job("a").asked == {"cpu": 2}
-
-
 # --- ends ---
 
 
@@ -384,13 +363,6 @@ def test_stopping(world: World) -> None:
     world.end("a", 0)
     assert (world.job("a").state, world.job("a").exit_code) == ("stopped", 0)
     assert world.do(world.state.stop("a", world.now_s, kill=True)) == []
-
-
-def test_stopping_at_once(world: World) -> None:
-    world.submit("a")
-    assert world.do(world.state.stop("a", world.now_s, kill=True)) == [EndRun("a", kill=True)]
-    world.end("a", -9)
-    assert world.job("a").state == "stopped"
 
 
 def test_a_job_that_cannot_be_started_fails_and_frees_its_devices(world: World) -> None:

@@ -13,7 +13,7 @@ from paper_backend import PaperBackend, train_job
 from patience import until
 from starlette.testclient import TestClient
 
-from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.errors import ConfigError, NameTaken
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob, FedPlacement
 from pliant.jobs.api import JobsApi, openapi
@@ -301,15 +301,6 @@ def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, backe
     until(lambda: bool(api.get(f"/jobs/a/logs?begin={len(text)}&wait_s=5").json()["over"]))
 
 
-def test_a_reservation_over_http(api: TestClient) -> None:
-    api.post("/jobs", json=train_job("a", min=4))
-    answer = api.put("/reserve", json={"cpu": 2}).json()
-    assert answer["reserved"] == {"cpu": 2}
-    assert answer["took_s"] < 1
-    assert api.get("/cluster").json()["jobs"] == {"a": {"cpu": 2}}
-    assert api.put("/reserve", json={}).json()["reserved"] == {}
-
-
 def test_the_description_names_every_route(api: TestClient) -> None:
     described = api.get("/openapi.json").json()
     assert described == openapi()
@@ -331,11 +322,6 @@ def _references(value: Any) -> Iterator[str]:
         value = list(value.values())
     for each in value if isinstance(value, list) else ():
         yield from _references(each)
-
-
-def test_an_unknown_job_is_told(backend: PaperBackend, tmp_path: Path) -> None:
-    with scheduling(backend, tmp_path) as scheduler, pytest.raises(UnknownJob, match="nobody"):
-        scheduler.detail("nobody")
 
 
 # --- speeds ---

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from pydantic import ValidationError
 
 from pliant.errors import ConfigError
 from pliant.jobs.schema import JobFile, TrainJob, job_from_json, read_job
@@ -225,12 +224,6 @@ def test_the_example_is_a_job() -> None:
 
 def test_levels_are_those_of_training() -> None:
     assert get_args(TrainJob.model_fields["determinism"].annotation) == ("", *LEVELS)
-
-
-def test_a_job_stays_as_it_was_submitted(tmp_path: Path) -> None:
-    spec = read(tmp_path, FULL).job
-    with pytest.raises(ValidationError):
-        spec.replicas = 5
 
 
 def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
