@@ -207,19 +207,17 @@ class Figure(ABC):
         cells: Sequence[Mapping[str, Any]],
         complaints: Sequence[str],
         remarks: Sequence[str],
-        paper: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Result:
         """Return a result in the one form. It is ok if there is no complaint: the figure's claim then holds here, too.
 
         A run that is too short to judge the claim passes `judged=False`.
         """
-        published = self.paper if paper is None else paper
         return {
             "bench": self.name,
             "args": options.to_json(),
             "ours": {"median_s": None, "iqr_s": None, **ours},
-            "peers": {"paper": {"median_s": None, "iqr_s": None, "speedup": None, **published}},
+            "peers": {"paper": {"median_s": None, "iqr_s": None, "speedup": None, **self.paper}},
             "bound": None,
             "cells": list(cells),
             **more,

@@ -26,9 +26,9 @@ def pick(cells: Iterable[Result], **wanted: object) -> Result | None:
     return next((one for one in cells if all(one.get(key) == value for key, value in wanted.items())), None)
 
 
-def names_in(cells: Iterable[Result], key: str = "model") -> list[str]:
-    """Return the different values of `key`, in their order."""
-    return list(dict.fromkeys(str(one[key]) for one in cells))
+def names_in(cells: Iterable[Result]) -> list[str]:
+    """Return the models of the cells, in their order."""
+    return list(dict.fromkeys(str(one["model"]) for one in cells))
 
 
 def show(value: object, form: str = ".1f", unit: str = "") -> str:

@@ -15,7 +15,6 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pliant.adapt.size import next_size
 from pliant_repro.figures import launch
 from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
 from pliant_repro.figures.formatting import Result, num_cores, show, show_span, show_time, timed
@@ -260,13 +259,6 @@ class Provisioning(Figure):
         """Return how many times the throughput of the smaller size the larger one must have."""
         return 1 + self.alpha * (larger - smaller) / larger
 
-    def by_rule(self, sweep: Mapping[int, float]) -> int:
-        """Return where the rule stops if it is given the sweep's throughputs."""
-        size, most = 1, max(sweep)
-        while (larger := next_size(size, 0, most)) is not None and sweep[larger] >= self.bar(size, larger) * sweep[size]:
-            size = larger
-        return size
-
     def best_of(self, sweep: Mapping[int, float]) -> int:
         """Return the smallest size that is not worth enlarging: of a plateau, its beginning."""
 
@@ -286,7 +278,7 @@ class Provisioning(Figure):
         self, sweep: Mapping[int, float], runs: Sequence[Sequence[tuple[int, int, float]]], options: Options
     ) -> Result:
         """Return the figure out of the throughput of each size, and the steps of the jobs that grew."""
-        allowed, best, rule = self.accepted(sweep), self.best_of(sweep), self.by_rule(sweep)
+        allowed, best = self.accepted(sweep), self.best_of(sweep)
         stopped = [rows[-1][1] for rows in runs]
         complaints = [
             f"run {number}: stopped at {workers} workers; the sweep allows {allowed}"
@@ -295,11 +287,11 @@ class Provisioning(Figure):
         ]
         if best in (1, max(sweep)):
             complaints.append(f"the sweep is best with {best} workers, an end of it: nothing can be said about stopping")
-        ours = {"best": best, "accepted": allowed, "by_rule": rule, "stopped_at": stopped, "samples_per_s": sweep[best]}
+        ours = {"best": best, "accepted": allowed, "stopped_at": stopped, "samples_per_s": sweep[best]}
         cells = [{"workers": size, "samples_per_s": rate, "per_worker": rate / size} for size, rate in sweep.items()]
         what = "paced compute on 2 devices" if options.quick and not options.data else "workers share this machine's cores"
         remarks = [
-            f"{what}; sizes that the sweep allows: {', '.join(map(str, allowed))}; the rule on the sweep's numbers: {rule}",
+            f"{what}; sizes that the sweep allows: {', '.join(map(str, allowed))}",
             "sweep and runs are measured one after the other: let nothing else compute on this machine meanwhile",
         ]
         kept = [{"rows": rows} for rows in runs]
