@@ -30,8 +30,6 @@ KEYS = ("participants",)
 PATHS = ("log_path", "tls_certificate", "tls_key")
 TEXTS = frozenset({"name", "model", "devices", "availability", "host", "ssh_user", *PATHS})
 """Keys whose scalars are taken as they are written."""
-NEED_PATH = ("images", "speech", "play", "posts")
-"""Kinds of data that have no default location."""
 MAX_TABLE_BYTES = 16 << 20
 """Larger tables are not read by the checks, only by the job."""
 NUM_DIGITS = 1438
@@ -279,23 +277,24 @@ def check_parts(config: FedConfig) -> dict[KeyPath, str]:
     from pliant.fed.data import build, models
     from pliant.fed.selection.selectors import make_selector
 
+    selector, aggregator = config.selector, config.aggregator
+    checks: dict[KeyPath, Callable[[], object]] = {
+        ("selector",): lambda: make_selector(selector.kind, **selector.options),  # type: ignore[arg-type]
+        ("aggregator",): lambda: make_aggregator(aggregator.kind, aggregator.options),  # type: ignore[arg-type]
+        ("model",): lambda: models.check_name(config.model),
+        ("data", "kind"): lambda: build.check_kind(config.data),
+    }
+    return _failures(checks)
+
+
+def _failures(checks: Mapping[KeyPath, Callable[[], object]]) -> dict[KeyPath, str]:
+    """Return the error of each check that fails."""
     wrong: dict[KeyPath, str] = {}
-    try:
-        make_selector(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
-    except (ConfigError, TypeError) as error:
-        wrong[("selector",)] = str(error)
-    try:
-        make_aggregator(config.aggregator.kind, config.aggregator.options)  # type: ignore[arg-type]
-    except (ConfigError, TypeError) as error:
-        wrong[("aggregator",)] = str(error)
-    if ":" not in config.model and config.model not in models.MODELS:
-        wrong[("model",)] = f"model {config.model!r} is unknown: use {', '.join(models.MODELS)}, or module:function"
-    if config.data.kind in NEED_PATH and not config.data.path:
-        wrong[("data", "path")] = f"{config.data.kind} lie in a file or folder of yours: give its path"
-    if ":" not in config.data.kind and config.data.kind not in build.KINDS:
-        wrong[("data", "kind")] = (
-            f"data.kind {config.data.kind!r} is unknown: use {', '.join(build.KINDS)}, or module:function"
-        )
+    for place, check in checks.items():
+        try:
+            check()
+        except (ConfigError, TypeError) as error:
+            wrong[place] = str(error)
     return wrong
 
 
@@ -310,38 +309,31 @@ def check_files(config: FedConfig, folder: Path) -> dict[KeyPath, str]:
     from pliant.fed.data.user_functions import find_function, is_function_name
     from pliant.fed.tables import read_client_map, read_sizes
 
-    data, wrong = config.data, dict[KeyPath, str]()
-
-    def check(place: KeyPath, what: Callable[[], object]) -> None:
-        try:
-            what()
-        except ConfigError as error:
-            wrong.setdefault(place, str(error))
+    data = config.data
 
     def read_small(path: str, read: Callable[[Path], object]) -> None:
         if Path(path).stat().st_size <= MAX_TABLE_BYTES:
             read(Path(path))
 
+    checks: dict[KeyPath, Callable[[], object]] = {}
     if config.devices not in ("synthetic", "equal"):
-        check(("devices",), lambda: read_small(config.devices, read_devices))
+        checks[("devices",)] = lambda: read_small(config.devices, read_devices)
     if config.availability not in ("", "synthetic"):
-        check(("availability",), lambda: read_small(config.availability, read_availability))
+        checks[("availability",)] = lambda: read_small(config.availability, read_availability)
     if data.map:
-        check(("data", "map"), lambda: read_small(data.map, read_client_map))
+        checks[("data", "map")] = lambda: read_small(data.map, read_client_map)
     if data.sizes:
-        check(("data", "sizes"), lambda: read_small(data.sizes, read_sizes))
+        checks[("data", "sizes")] = lambda: read_small(data.sizes, read_sizes)
+    if is_function_name(data.kind):
+        checks[("data", "kind")] = lambda: datasets.check_function(data.kind, data.path)
+    else:
+        checks[("data", "path") if data.path else ("data",)] = lambda: _check_data(data)
+    if is_function_name(config.model):
+        checks[("model",)] = lambda: find_function(config.model, "model", models.OWN, 2)
+    elif not is_function_name(data.kind):
+        checks[("model",)] = lambda: models.check(config.model, _empty_sample(data.kind))
     with _importing_from(folder):
-        if is_function_name(data.kind):
-            check(("data", "kind"), lambda: datasets.check_function(data.kind, data.path))
-        else:
-            check(("data", "path") if data.path else ("data",), lambda: _check_data(data))
-        if is_function_name(config.model):
-            check(("model",), lambda: find_function(config.model, "model", models.OWN, 2))
-        elif not is_function_name(data.kind):
-            check(("model",), lambda: models.check(config.model, _empty_sample(data.kind)))
-    if not wrong:
-        check(("data", "clients"), lambda: _check_num_samples(data))
-    return wrong
+        return _failures(checks) or _failures({("data", "clients"): lambda: _check_num_samples(data)})
 
 
 def _check_data(data: DataConfig) -> None:

@@ -143,8 +143,6 @@ def test_a_state_of_another_selector_is_refused() -> None:
         selector("random").load_state_dict(state)
     with pytest.raises(CheckpointError, match="exploration_decay=0.95, but the checkpoint's selector has 0.98"):
         selector("oort:artifact").load_state_dict(state)
-    with pytest.raises(CheckpointError, match="damaged"):
-        selector("oort:paper").load_state_dict({key: value for key, value in state.items() if key != "rng"})
 
 
 @pytest.mark.parametrize("name", ALL)

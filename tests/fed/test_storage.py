@@ -13,8 +13,10 @@ from fed_jobs import Crash, config_of, lines_of, loop_of
 
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.history import History, Point, Round
+from pliant.fed.rounds.federation import checkpoint_errors
 from pliant.fed.rounds.loop import simulate
 from pliant.fed.rounds.storage import PERF, RECORD, TENSORBOARD, JobRecorder, training_perf
+from pliant.fed.selection.selectors import make_selector
 from pliant.fed.tables import read_pickle
 
 POINTS = [Point(5, 60.0, 0.5, 0.9, 1.5), Point(10, 90.0, 0.8, 0.95, 0.7), Point(15, 200.0, 0.8, 1.0, None, 3.0)]
@@ -64,6 +66,11 @@ def test_what_is_written_comes_back(value: Round | Point) -> None:
 def test_what_no_job_has_written_is_named(value: Round | Point, name: str, wrong: object, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         type(value).from_json(json.loads(json.dumps(value.as_json() | {name: wrong})))
+
+
+def test_a_state_that_lacks_a_part_is_named_as_damaged() -> None:
+    with pytest.raises(CheckpointError, match="lacks a part of the state .*settings.*damaged"), checkpoint_errors():
+        make_selector("oort").load_state_dict({"kind": "oort"})
 
 
 def test_a_record_that_was_changed_is_refused_by_its_line_and_stays_as_it_is(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from pliant.fed.tables import read_client_map, read_sizes
 log = logging.getLogger(__name__)
 Pair = tuple[Samples, Samples]
 KINDS = ("fashion-mnist", "digits", "images", "speech", "play", "posts")
+NEED_PATH = KINDS[2:]
+"""Kinds of data that have no default location."""
 LIARS, SHUFFLE = 1, 2
 """Purposes of random draws; each has its own stream, so that no two uses draw the same numbers."""
 
@@ -75,18 +77,23 @@ def _shuffle(seed: int, num_classes: int) -> Tensor:
 # --- samples ---
 
 
+def check_kind(config: DataConfig) -> None:
+    """Refuse an unknown kind of data, and one without the path that it needs."""
+    if not is_function_name(config.kind) and config.kind not in KINDS:
+        raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
+    if config.kind in NEED_PATH and not config.path:
+        raise ConfigError(f"data.path is empty: {config.kind} needs its file or folder")
+
+
 def _samples(config: DataConfig) -> Pair:
+    check_kind(config)
     path = Path(config.path)
     if is_function_name(config.kind):
         return samples_from_function(config.kind, config.path)
-    if config.kind not in KINDS:
-        raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
     if config.kind == "fashion-mnist":
         return datasets.fashion_mnist(path if config.path else None)
     if config.kind == "digits":
         return digits()
-    if not config.path:
-        raise ConfigError(f"data.path is empty: {config.kind} needs its file or folder")
     if config.kind == "images":
         return _images(path, config.map)
     if config.kind == "speech":

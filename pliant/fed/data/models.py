@@ -44,10 +44,15 @@ def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(sample.numel(), 128), nn.ReLU(), nn.Linear(128, num_classes))
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError if there is no such model."""
+    if not is_function_name(name) and name not in MODELS:
+        raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
+
+
 def check(name: str, sample: Tensor) -> None:
     """Raises ConfigError if the name is unknown, or the model does not fit samples like this one."""
-    if name not in MODELS:
-        raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
+    check_name(name)
     fit: tuple[str, ...]
     if not sample.is_floating_point():
         kind, fit = "text", TEXTS

@@ -14,12 +14,12 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from pliant.errors import CheckpointError
 from pliant.fed.flower.client import CLIENT, DURATION, SAMPLES, number_in
 from pliant.fed.selection.base import PLAUSIBLE, PopulationSelector
 
@@ -202,11 +202,8 @@ class Nodes:
         """Return the nodes that are clients by themselves, in the order of their numbers."""
         return {"strangers": [str(node_id) for node_id in self._by_node]}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        found = state.get("strangers")
-        if not isinstance(found, list):
-            raise CheckpointError("the checkpoint does not say which nodes it knew: it is damaged")
-        self._by_node = {int(node_id): STRANGERS + place for place, node_id in enumerate(found)}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._by_node = {int(node_id): STRANGERS + place for place, node_id in enumerate(state["strangers"])}
 
 
 def duration_s(message: Message, took_s: float) -> float:

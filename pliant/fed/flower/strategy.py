@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
+from pliant.errors import ConfigError, NoClient
 from pliant.fed.aggregation import FedProx
 from pliant.fed.config import FedConfig
 from pliant.fed.flower.client import ARRAYS, CONFIG, LOSS, SAMPLES, UTILITY, number_in
@@ -26,6 +26,7 @@ from pliant.fed.rounds.federation import (
     FederatedCheckpoint,
     build_aggregator,
     build_selector,
+    checkpoint_errors,
     load_checkpoint,
     load_weights,
     save_checkpoint,
@@ -364,16 +365,12 @@ class Guided(Strategy):
         if saved is None:
             self.recorder.begin(self.config, None, {"runtime": "flower", "model_bytes": model.num_bytes})
             return initial, 0
-        try:
+        with checkpoint_errors():
             model = load_weights(saved.state["model"], model)
             self.aggregator.load_state_dict(saved.state["aggregator"])
             self.selector.load_state_dict(saved.state["selector"])
             self.nodes.load_state_dict(saved.state["nodes"])
             self._zero_s -= float(saved.state["clock_s"])
-        except (ConfigError, TrainError) as error:
-            raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
         self.recorder.begin(self.config, saved.round, {})
         return self._layout.arrays(model), saved.round
 

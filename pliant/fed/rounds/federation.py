@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,17 @@ def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | No
     if not isinstance(found.state, dict):
         raise CheckpointError(f"{path} holds no state of a federated job; {REMEDY}")
     return FederatedCheckpoint(found.step, batching, data, found.state, kind)
+
+
+@contextlib.contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Raise whatever goes wrong while a state is loaded as a CheckpointError."""
+    try:
+        yield
+    except (ConfigError, TrainError) as error:
+        raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
 
 
 PATIENCE_PERIODS = 2
@@ -222,20 +234,12 @@ class FederationState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises CheckpointError if it is of another model or other clients, or damaged.
-        """
-        try:
-            self.model = load_weights(state["model"], self.model)
-            self.selector.load_state_dict(state["selector"])
-            self.aggregator.load_state_dict(state["aggregator"])
-            self.privacy_budget.load_state_dict(state["ledger"])
-            self.clock_s = float(state["clock_s"])
-        except (ConfigError, TrainError) as error:
-            raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
+        """Continue from a saved state, within `checkpoint_errors`."""
+        self.model = load_weights(state["model"], self.model)
+        self.selector.load_state_dict(state["selector"])
+        self.aggregator.load_state_dict(state["aggregator"])
+        self.privacy_budget.load_state_dict(state["ledger"])
+        self.clock_s = float(state["clock_s"])
 
     @property
     def data_fingerprint(self) -> str:

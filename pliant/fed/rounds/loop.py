@@ -21,7 +21,13 @@ from pliant.fed.config import FedConfig
 from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
 from pliant.fed.history import History, Point, Round
-from pliant.fed.rounds.federation import FederatedCheckpoint, FederationState, load_checkpoint, save_checkpoint
+from pliant.fed.rounds.federation import (
+    FederatedCheckpoint,
+    FederationState,
+    checkpoint_errors,
+    load_checkpoint,
+    save_checkpoint,
+)
 from pliant.fed.rounds.modes import AsynchronousRounds, SynchronousRounds
 from pliant.fed.rounds.storage import JobRecorder
 from pliant.fed.trainer import InProcess, choose_batching
@@ -83,8 +89,9 @@ class FederatedLoop:
             self._kind = saved.kind
             if saved.kind and isinstance(self._workers, DeviceAware):
                 self._workers.expect_kind(saved.kind)
-            federation.load_state_dict(saved.state)
-            mode.load_state_dict(saved.state["way"])
+            with checkpoint_errors():
+                federation.load_state_dict(saved.state)
+                mode.load_state_dict(saved.state["way"])
             self.round = self._saved = saved.round
             log.info("round %d: resumed from %s", saved.round, folder)
         self.recorder.begin(self.config, None if saved is None else saved.round, self._facts(federation))

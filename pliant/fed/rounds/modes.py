@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pliant.errors import CheckpointError, ConfigError, NoClient
+from pliant.errors import ConfigError, NoClient
 from pliant.fed.aggregation import FedBuff
 from pliant.fed.history import Round
 from pliant.fed.rounds.federation import ClientResult, FederationState, Selection, load_weights, update_client_lr
@@ -322,13 +322,9 @@ class AsynchronousRounds:
         return {"flights": flights, "models": models}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        try:
-            self._flights = [InFlight(*each) for each in state["flights"]]  # sorted, and so a heap
-            self._models = {
-                int(each["version"]): load_weights(each, self._federation.model) for each in state["models"]
-            }
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint lacks a part of the flights ({error!r}): it is damaged") from None
+        self._flights = [InFlight(*each) for each in state["flights"]]  # sorted, and so a heap
+        like = self._federation.model
+        self._models = {int(each["version"]): load_weights(each, like) for each in state["models"]}
 
 
 class _Log:

@@ -266,25 +266,16 @@ class PopulationSelector(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another selector with the same settings.
-
-        Raises CheckpointError if the state is of another kind of selector or other settings, or damaged.
-        """
-        try:
-            if state["kind"] != self.KIND:
-                raise CheckpointError(f"the checkpoint's selector is {state['kind']!r}, this one is {self.KIND!r}")
-            for name, value in self._settings().items():
-                if state["settings"][name] != value:
-                    raise CheckpointError(
-                        f"{name}={value!r}, but the checkpoint's selector has {state['settings'][name]!r}: "
-                        "resume with the same settings"
-                    )
-            self.clients.load_state_dict(state["clients"])
-            self.round = int(state["round"])
-            self._rng.bit_generator.state = state["rng"]
-            self._load_extra_state(state["more"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"no state of a selector ({error!r}): the checkpoint is damaged") from None
+        """Continue from the state of another selector. Raises CheckpointError if its kind or a setting is another."""
+        if state["kind"] != self.KIND:
+            raise CheckpointError(f"the checkpoint's selector is {state['kind']!r}, this one is {self.KIND!r}")
+        for name, value in self._settings().items():
+            if (theirs := state["settings"][name]) != value:
+                raise CheckpointError(f"{name}={value!r}, but the checkpoint's selector has {theirs!r}: use the same")
+        self.clients.load_state_dict(state["clients"])
+        self.round = int(state["round"])
+        self._rng.bit_generator.state = state["rng"]
+        self._load_extra_state(state["more"])
 
     def _feasible(self, feasible: Numbers | None) -> Mask:
         """Return `feasible` as one bool per registered client."""
