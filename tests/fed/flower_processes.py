@@ -7,7 +7,6 @@ import datetime
 import ipaddress
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from gang import free_port
 from patience import until as until_happened
+from proc import descendants, pids, proc_text
 
 APP = Path(__file__).parent / "flower_app"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
@@ -74,17 +75,11 @@ def node_key(path: Path) -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Deployment:
     """Everything that is started carries a mark, and is gone after `close`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder, free_port("127.0.0.1")
         self.environ = {
             **os.environ, MARK: uuid4().hex, "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
@@ -128,7 +123,7 @@ class Deployment:
         return self.start(
             name, "flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", trusts,
             "--auth-supernode-private-key", key, "--node-config", f"partition-id={client}",
-            "--host", "127.0.0.1", "--port", free_port(), "--max-retries", "1",
+            "--host", "127.0.0.1", "--port", free_port("127.0.0.1"), "--max-retries", "1",
         )  # fmt: skip
 
     def run(self, app: Path, settings: dict[str, object]) -> None:
@@ -159,37 +154,8 @@ class Deployment:
 
     def _gone(self) -> bool:
         """Kill what is left: Flower starts its helpers in sessions of their own."""
-        left = [pid for pid in pids() if f"{MARK}={self.environ[MARK]}" in _environ(pid)]
+        left = [pid for pid in pids() if f"{MARK}={self.environ[MARK]}" in proc_text(pid, "environ").split("\0")]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return not left
-
-
-def pids() -> list[int]:
-    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]
-
-
-def _environ(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # gone, or somebody else's
-        return []
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def descendants(pid: int) -> list[int]:
-    parents = {}
-    for each in pids():
-        with contextlib.suppress(OSError):
-            parents[each] = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for at in found:
-        found += [each for each, parent in parents.items() if parent == at]
-    return found[1:]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from flower_loopback import by_hand, rounds_in
-from flower_processes import APP, EXAMPLE, Deployment, command_line, descendants, node_key, until
+from flower_processes import APP, EXAMPLE, Deployment, node_key, until
 from gang import FULL
+from proc import command_line, descendants
 from squares.server_app import BUFFERS
 
 from pliant.fed.flower.strategy import ArrayLayout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from gang import FULL
 from patience import until
+from proc import command_line, descendants, lives, pids
 from worker_processes import SECRET, Disturbed, Nursery, held, outcome, small
 
 from pliant.errors import REFUSED_EXIT, ConfigError, LaunchError
@@ -97,24 +97,10 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
 
 def runs_of(address: str) -> set[int]:
     """Living `pliant run`s of workers, by the coordinator's address on the command line. No secret is on it."""
-    found = set()
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            try:
-                command = (path / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"pliant.fed.worker" in command and address.encode() in command and _lives(int(path.name)):
-                assert SECRET.hex().encode() not in command
-                found.add(int(path.name))
+    commands = {pid: command_line(pid) for pid in pids() if lives(pid)}
+    found = {pid for pid, command in commands.items() if "pliant.fed.worker" in command and address in command}
+    assert not [pid for pid in found if SECRET.hex() in commands[pid]]
     return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.processes
@@ -125,16 +111,16 @@ def test_a_job_whose_worker_is_killed_and_replaced(
     config = small(tmp_path)
     expected = outcome(config)
     with coordinator_with_workers(config, 1, log=tmp_path / "worker" / "log") as coordinator:
-        pids: list[int] = []
+        seen: list[int] = []
 
         def disturb() -> None:
-            pids.append(until(held(tmp_path, coordinator), "a worker with a unit"))
-            os.kill(pids[0], signal.SIGKILL)
-            until(lambda: [each for each in coordinator.workers() if each.ready and each.pid != pids[0]], "another")
-            pids.append(coordinator.workers()[0].pid)
+            seen.append(until(held(tmp_path, coordinator), "a worker with a unit"))
+            os.kill(seen[0], signal.SIGKILL)
+            until(lambda: [each for each in coordinator.workers() if each.ready and each.pid != seen[0]], "another")
+            seen.append(coordinator.workers()[0].pid)
 
         assert outcome(config, Disturbed(coordinator, tmp_path / "gate", 2, disturb)) == expected
-    assert not [pid for pid in pids if _lives(pid)]
+    assert not [pid for pid in seen if lives(pid)]
     assert not runs_of(coordinator.address)
     assert "the job is over" in (tmp_path / "worker" / "log").read_text()
 
@@ -147,7 +133,7 @@ def test_workers_end_with_their_coordinator_however_it_ends(ward: Nursery, tmp_p
         coordinator.wait_for(2, 60)
         pids = {each.pid for each in coordinator.workers()} | runs_of(coordinator.address)
         launcher.kill()
-        until(lambda: not [pid for pid in pids if _lives(pid)], "their end")
+        until(lambda: not [pid for pid in pids if lives(pid)], "their end")
 
 
 @pytest.mark.processes
@@ -198,29 +184,16 @@ def test_workers_over_ssh(tmp_path: Path, no_leaks: None, monkeypatch: pytest.Mo
 
             def disturb() -> None:
                 gone.append(until(held(tmp_path, coordinator), "a worker with a unit", 60))
-                (client,) = _ssh_clients(os.getpid(), b"127.0.0.2")
+                ours = {pid: command_line(pid) for pid in descendants(os.getpid())}
+                (client,) = [pid for pid, command in ours.items() if "BatchMode" in command and "127.0.0.2" in command]
                 os.kill(client, signal.SIGKILL)
-                until(lambda: not _lives(gone[0]), "its end", 60)
+                until(lambda: not lives(gone[0]), "its end", 60)
                 until(lambda: [each for each in coordinator.workers() if each.ready], "another", 60)
 
             assert outcome(config, Disturbed(coordinator, tmp_path / "gate", 2, disturb)) == expected
             (last,) = coordinator.workers()
         assert "127.0.0.2" in last.name
-        until(lambda: not _lives(last.pid), "the end of the last one")
-
-
-def _ssh_clients(ancestor: int, word: bytes) -> list[int]:
-    """The ssh processes below `ancestor` with this word on their command line."""
-    found = []
-    for pid in subprocess.run(["pgrep", "-P", str(ancestor)], capture_output=True, text=True).stdout.split():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"BatchMode" in command and word in command:
-            found.append(int(pid))
-        found += _ssh_clients(int(pid), word)
-    return found
+        until(lambda: not lives(last.pid), "the end of the last one")
 
 
 @pytest.mark.processes
@@ -247,5 +220,5 @@ def test_workers_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
             assert outcome(config, Disturbed(coordinator, tmp_path / "gate", 2, disturb)) == expected
             pids |= {each.pid for each in coordinator.workers()}
-        until(lambda: not [pid for pid in pids if _lives(pid)], "the end of all")
+        until(lambda: not [pid for pid in pids if lives(pid)], "the end of all")
         assert "the job is over" in (tmp_path / "log").read_text()
