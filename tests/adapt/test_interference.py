@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,14 @@ def letters(size: int) -> list[str]:
     return [f"h{number}" for number in range(size)]
 
 
+def disturbed(**settings: Any) -> Cluster:
+    """A cluster of four hosts whose first one begins to suffer after 30 quiet steps."""
+    cluster = Cluster(Interference(**settings), letters(4))
+    cluster.run(30)
+    cluster.egress = {"h0": 0.4}
+    return cluster
+
+
 @pytest.mark.parametrize("size", [4, 8, 130])
 def test_the_vote_the_change_and_the_recovery(size: int) -> None:
     said: list[str] = []
@@ -214,9 +223,7 @@ def test_it_goes_back_when_the_old_way_is_better_again() -> None:
 
 
 def test_looks_back_at_growing_intervals() -> None:
-    cluster = Cluster(Interference(recheck=20), letters(4))
-    cluster.run(30)
-    cluster.egress = {"h0": 0.4}
+    cluster = disturbed(recheck=20)
     cluster.run(400)
     first, alarm, second, *again = cluster.probes
     assert (first, alarm, second) == (12, 34, 35)
@@ -227,9 +234,7 @@ def test_looks_back_at_growing_intervals() -> None:
 
 
 def test_the_choice_survives_a_resize() -> None:
-    cluster = Cluster(Interference(), letters(4))
-    cluster.run(30)
-    cluster.egress = {"h0": 0.4}
+    cluster = disturbed()
     cluster.run(10)
     assert len(cluster.changes) == 1
     cluster.resize(["h0", "h1", "h2", "h3", "h4", "h5"])
@@ -251,9 +256,7 @@ def test_the_choice_survives_a_resize() -> None:
 
 @pytest.mark.parametrize("wait", [1, 2, 3, 4])
 def test_workers_may_change_at_any_moment(wait: int) -> None:
-    cluster = Cluster(Interference(), letters(4))
-    cluster.run(30)
-    cluster.egress = {"h0": 0.4}
+    cluster = disturbed()
     cluster.run(wait)
     agreed = cluster.pending
     cluster.resize(letters(6))
@@ -282,9 +285,7 @@ def test_new_workers_while_all_is_well_change_nothing() -> None:
 
 
 def test_a_measurement_that_never_came_is_asked_for_again() -> None:
-    cluster = Cluster(Interference(), letters(4))
-    cluster.run(30)
-    cluster.egress = {"h0": 0.4}
+    cluster = disturbed()
     while not isinstance(cluster.pending, ProbeLinks):
         cluster.run(1)
     cluster.pending = None
@@ -293,9 +294,7 @@ def test_a_measurement_that_never_came_is_asked_for_again() -> None:
 
 
 def test_a_change_that_made_it_worse_is_taken_back() -> None:
-    cluster = Cluster(Interference(), letters(4))
-    cluster.run(30)
-    cluster.egress = {"h0": 0.4}
+    cluster = disturbed()
     while not cluster.changes:
         cluster.run(1)
     cluster.noise = lambda chance, size: [4.0] * size

@@ -47,20 +47,13 @@ def training(steps: int = 1200, begun_s: float = 1_790_000_000.0) -> Iterator[di
         noise = 60 + step * 0.9 + draw.gauss(0, 20)
         if step in (400, 900):
             batch *= 2
-            decided = {
-                "kind": "set_batch_size",
-                "size": batch,
-                "reason": f"noise scale {noise:.0f} > batch {8 * batch // 2}",
-            }
+            reason = f"noise scale {noise:.0f} > batch {8 * batch // 2}"
+            decided = {"kind": "set_batch_size", "size": batch, "reason": reason}
             yield {"kind": "decision", **at, "policy": "gns", "decision": decided}
         if step == 700:
             rates = [[0, 118e6, 120e6], [117e6, 0, 11.6e6], [119e6, 11.9e6, 0]]
             yield {"kind": "links", **at, "hosts": list(HOSTS), "bytes_per_s": rates}
-            fathers = {
-                "kind": "set_topology",
-                "strategy": [0, 0, 0, 2, 0, 4],
-                "reason": "link 10.0.0.2-10.0.0.3 at 95 Mbit/s",
-            }
+            fathers = {"kind": "set_topology", "strategy": [0, 0, 0, 2, 0, 4], "reason": "a link at 95 Mbit/s"}
             yield {"kind": "decision", **at, "policy": "interference", "decision": fathers}
         speed = workers * 210 * (1 + math.log2(batch / 16) / 9) * draw.gauss(1, 0.05)
         loss = 2.3 * math.exp(-step / 380) + 0.18 + draw.gauss(0, 0.05)
@@ -74,29 +67,13 @@ def large(steps: int = 100_000, workers: int = 1000) -> Iterator[dict[str, Any]]
     names = [f"10.{rank // 8 // 250}.{rank // 8 % 250}.1:{10000 + rank % 8}" for rank in range(workers)]
     yield {"kind": "start", "step": 0, "time_s": 1.0, "replicas": workers, "batch_size": 8, "workers": workers}
     for step in range(1, steps + 1):
+        at = {"step": step, "time_s": step}
         if step % 20_000 == 1:
             there = names if step % 40_000 == 1 else names[: workers // 2]
-            yield {
-                "kind": "workers",
-                "step": step,
-                "time_s": step,
-                "workers": there,
-                "replicas": workers,
-                "strategy": "AUTO",
-            }
-        figures = {
-            "workers": len(there),
-            "batch_size": 8,
-            "step_s": 0.1,
-            "samples_per_s": len(there) * 80 + draw.random(),
-        }
-        yield {
-            "kind": "step",
-            "step": step,
-            "time_s": step,
-            **figures,
-            "values": {"loss": 5 / step**0.3 + draw.random() / 9},
-        }
+            yield {"kind": "workers", **at, "workers": there, "replicas": workers, "strategy": "AUTO"}
+        speed = len(there) * 80 + draw.random()
+        figures = {"workers": len(there), "batch_size": 8, "step_s": 0.1, "samples_per_s": speed}
+        yield {"kind": "step", **at, **figures, "values": {"loss": 5 / step**0.3 + draw.random() / 9}}
 
 
 def federated(rounds: int = 120, clients: int = 300) -> Iterator[dict[str, Any]]:

@@ -69,36 +69,29 @@ def test_thinning_keeps_every_spike_and_both_ends() -> None:
     assert max(value for _, value in every_nth) < 2, "what is usually done would have lost it"
 
 
-def test_few_points_are_left_alone_and_gaps_are_left_out() -> None:
+def series_of(*points: tuple[float, float]) -> Series:
     series = Series()
-    for x, y in [(1, 5.0), (2, float("nan")), (3, float("inf")), (4, 7.0)]:
+    for x, y in points:
         series.add(x, y)
+    return series
+
+
+def test_few_points_are_left_alone_gaps_are_left_out_and_means_are_of_neighbours() -> None:
+    series = series_of((1, 5.0), (2, float("nan")), (3, float("inf")), (4, 7.0))
     assert series.thinned(10) == series.mean(10) == [(1.0, 5.0), (4.0, 7.0)]
-
-
-def test_means_are_of_neighbours() -> None:
-    series = Series()
-    for x in range(10):
-        series.add(x, x)
-    assert series.mean(2) == [(0.0, 2.0), (5.0, 7.0)]
+    assert series_of(*((x, x) for x in range(10))).mean(2) == [(0.0, 2.0), (5.0, 7.0)]
 
 
 def test_a_series_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pliant.ui.timeline.MOST_KEPT", 1000)
-    series = Series()
-    for x in range(10_000):
-        series.add(x, 99.0 if x == 1234 else x % 7)
-    points = list(series)
+    points = list(series_of(*((x, 99.0 if x == 1234 else x % 7) for x in range(10_000))))
     assert len(points) <= 1000
     assert (points[0][0], points[-1]) == (0, (9999, 9999 % 7))
     assert (1234, 99.0) in points
 
 
 def test_a_step_that_is_done_again_replaces_itself_and_what_followed() -> None:
-    series = Series()
-    for x in (1, 2, 3, 2):
-        series.add(x, 10 * x + len(series))
-    assert list(series) == [(1.0, 10.0), (2.0, 23.0)]
+    assert list(series_of((1, 10.0), (2, 21.0), (3, 32.0), (2, 23.0))) == [(1.0, 10.0), (2.0, 23.0)]
 
 
 # --- training ---
@@ -174,10 +167,6 @@ def test_the_map_of_workers_follows_the_views() -> None:
     assert options["yAxis"]["data"] == [A, B, C]
     by_name = sorted([options["yAxis"]["data"][row], *rest] for row, *rest in found)
     assert by_name == [[A, 0, 9, 2], [B, 0, 4, 2], [B, 4, 9, 1], [C, 4, 9, 1]]
-
-
-def test_the_map_of_workers_shows_the_chosen_steps_only() -> None:
-    timeline = told(view(1, A, B), step(1), step(4), view(5, A, B, C), step(5), step(9))
     options, rows = charts.worker_map(timeline, StepWindow.of(timeline, chosen=(6, 8)))
     assert sorted(each["value"][1:] for each in options["series"][0]["data"]) == [[6, 8, 1], [6, 8, 1], [6, 8, 2]]
     assert (options["xAxis"]["min"], options["xAxis"]["max"], rows) == (6, 8, 3)
@@ -254,18 +243,14 @@ def test_values_of_other_kinds_do_not_share_a_scale() -> None:
 
 def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
     job = ShownJob("k", "one", "here", timeline=told(*(step(number) for number in range(1, 11))))
-    job.cluster_events = [
-        JobEvent(at=900.0, what="submitted", why="", devices={}),
-        JobEvent(at=1004.5, what="decision", why="shrinks", devices={"cpu": 1}),
-        JobEvent(at=1011.0, what="finished", why="", devices={}),
-    ]
-    events = [event for event in job.events if event.what in ("submitted", "decision", "finished")]
-    assert [(event.what, event.step, event.kind) for event in events] == [
+    job.cluster_events = [event(900.0, "submitted"), event(1004.5, "decision", 1, "shrinks"), event(1011.0, "finished")]
+    events = [each for each in job.events if each.what in ("submitted", "decision", "finished")]
+    assert [(each.what, each.step, each.kind) for each in events] == [
         ("submitted", None, "start"),
         ("decision", 4, "decision"),
         ("finished", 10, "end"),
     ]
-    assert [(event.step, event.why) for event in StepWindow.of(job.timeline, job.events).events] == [(4, "shrinks")]
+    assert [(each.step, each.why) for each in StepWindow.of(job.timeline, job.events).events] == [(4, "shrinks")]
 
 
 # --- topology ---
@@ -338,17 +323,15 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
 # --- the cluster ---
 
 
+def event(at: float, what: str, cpu: int = 0, why: str = "") -> JobEvent:
+    return JobEvent(at=at, what=what, why=why, devices={"cpu": cpu} if cpu else {})
+
+
 def test_devices_over_time() -> None:
+    first = [event(1, "submitted"), event(1, "decision", 2), event(2, "starting", 2), event(3, "running", 2)]
+    last = [event(5, "decision", 1), event(8, "finished")]
     found = device_uses(
-        [
-            ("a", JobEvent(at=1, what="submitted", why="", devices={})),
-            ("a", JobEvent(at=1, what="decision", why="", devices={"cpu": 2})),
-            ("a", JobEvent(at=2, what="starting", why="", devices={"cpu": 2})),
-            ("a", JobEvent(at=3, what="running", why="", devices={"cpu": 2})),
-            ("b", JobEvent(at=4, what="starting", why="", devices={"cpu": 1})),
-            ("a", JobEvent(at=5, what="decision", why="shrinks", devices={"cpu": 1})),
-            ("a", JobEvent(at=8, what="finished", why="", devices={})),
-        ]
+        [*(("a", each) for each in first), ("b", event(4, "starting", 1)), *(("a", each) for each in last)]
     )
     assert found == [
         DeviceUse("a", 2, 5, 2, "cpu=2"),
