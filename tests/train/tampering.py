@@ -15,7 +15,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.execution import SliceExecutor
 from pliant.comm.operations import Operation
 from pliant.comm.reactor import ReactorCall
-from pliant.train import gradients, pending
+from pliant.train import gradients
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradients import GradientReducer
@@ -113,16 +113,6 @@ def wavering() -> Tampering:
         return original(self, measured, **kwargs)
 
     return mock.patch.object(SyncTuner, "learn", learn)
-
-
-def blind_uses() -> Tampering:
-    """Nobody notices that a parameter is used."""
-    return mock.patch.object(DeferredUpdates, "use")
-
-
-def late_options() -> Tampering:
-    """An update that was put off is done with the learning rate of later."""
-    return mock.patch.object(pending, "_copy_options", lambda group: group)
 
 
 def nothing_kept() -> Tampering:

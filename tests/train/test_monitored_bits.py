@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from gang import run
 from golden import golden
 from stage import ALL, new_workers, run_fixed, staged
 from subject import Task, compare, compare_all
-from torch.utils.data import TensorDataset
 
-import pliant
 from pliant import record
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -75,28 +71,3 @@ def test_monitors_go_on_through_changes_of_workers(tmp_path: Path) -> None:
         if fact.kind == "step" and "variance" in fact.data
     }
     assert len(set(told.values())) >= len(golden("conv", 3, 2)) - 8, "only what was under way at a change is missing"
-
-
-def _known_noise(rank: int, replicas: int, batch: int) -> tuple[float | None, float]:
-    """A job whose samples have the gradients mu + xi: what it estimates after 500 steps, and the truth."""
-    torch.manual_seed(7)
-    size, sigma, truth = 200, 0.5, 30.0
-    mu = torch.full((size,), sigma / truth**0.5)
-    samples = mu + sigma * torch.randn(500 * replicas * batch, size)
-    model = torch.nn.Linear(size, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with pliant.join(replicas, monitor={"noise_scale": 1}) as job:
-        _, _, loader = job.wrap(model, optimizer, TensorDataset(samples), batch_size=batch)
-        for _ in job.epochs(1):
-            for (inputs,) in loader:
-                optimizer.zero_grad()
-                model(inputs).mean().backward()
-                optimizer.step()
-        assert job.observation is not None
-        return job.observation.noise_scale, truth
-
-
-@pytest.mark.parametrize(("replicas", "batch", "within"), [(4, 8, 0.1), (1, 8, 0.25)])
-def test_a_job_finds_the_noise_that_is_there(replicas: int, batch: int, within: float) -> None:
-    [(found, truth)] = run(_known_noise, 1, replicas, batch)
-    assert found == pytest.approx(truth, rel=within)
