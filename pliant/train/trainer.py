@@ -363,7 +363,10 @@ class Trainer:
             return
         gradients, contexts = self.gradients, self.replicas.contexts
         waiting = len(gradients.parameters) if gradients.waits_for_order else 0
-        self.exchange.send(self._build_message(), contexts, waiting)
+        message = StepMessage(
+            self.progress.step, self._member.prepared, self.sync.proposed, self._timer.last, self.adaptation.pack_row()
+        )
+        self.exchange.send(message, contexts, waiting)
         began_s = time.monotonic()
         awaited = gradients.pending_sums() if gradients.are_deferred else None
         with self.stall_watch(f"the sums of step {self.progress.step}"):
@@ -372,25 +375,16 @@ class Trainer:
             if self.averaging is not None:
                 self.averaging.wait()
             messages = self.exchange.receive(contexts, self.adaptation.row_size)
-        self._apply_messages(messages)
+        self.switch_to = self._agreed([each.prepared for each in messages])
+        measured = [each.measured for each in messages]
+        self.sync.apply_decision(messages[0].sync_config, measured, self._current_engine().rank)
+        self.adaptation.read_rows([each.figures for each in messages])
         ended_s = time.monotonic()
         self.deferred.waits.add(began_s, ended_s)
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:
             self.sync.defer_updates(awaited)
-
-    def _build_message(self) -> StepMessage:
-        return StepMessage(
-            self.progress.step, self._member.prepared, self.sync.proposed, self._timer.last, self.adaptation.pack_row()
-        )
-
-    def _apply_messages(self, messages: Sequence[StepMessage]) -> None:
-        self.switch_to = self._agreed([each.prepared for each in messages])
-        self.sync.apply_decision(
-            messages[0].sync_config, [each.measured for each in messages], self._current_engine().rank
-        )
-        self.adaptation.read_rows([each.figures for each in messages])
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
         """Return the membership that all are prepared for, if it is new. The answer is the same on every worker."""
@@ -426,7 +420,11 @@ class Trainer:
             self._reported_view = self._member.entered
             self._member.settled()
             reclaim_state(self._member)  # all members have done a step, so all have the state
-        self._adapt()
+        self.adaptation.record_timing(self._timer.compute_s)
+        try:
+            self.adaptation.end_step()
+        except CommError as error:
+            self.mark_torn(error)
         self.on_commit()
 
     @property
@@ -435,13 +433,6 @@ class Trainer:
         return time.monotonic() - self._timer.began_s, self._timer.compute_s
 
     # --- what policies decide ---
-
-    def _adapt(self) -> None:
-        self.adaptation.record_timing(self._timer.compute_s)
-        try:
-            self.adaptation.end_step()
-        except CommError as error:
-            self.mark_torn(error)
 
     def set_batch_size(self, size: int) -> None:
         """Change the batch size of every replica from the next step on: deal the rest of the epoch anew.
@@ -459,13 +450,14 @@ class Trainer:
 
     def request_workers(self, num_workers: int) -> None:
         """Request a number of workers in the background."""
-        threading.Thread(target=self._request_workers, args=(num_workers,), daemon=True).start()
 
-    def _request_workers(self, num_workers: int) -> None:
-        try:
-            self._member.resize(num_workers)
-        except PliantError as error:
-            log.warning("%d workers cannot be had: %s", num_workers, error)
+        def request() -> None:
+            try:
+                self._member.resize(num_workers)
+            except PliantError as error:
+                log.warning("%d workers cannot be had: %s", num_workers, error)
+
+        threading.Thread(target=request, daemon=True).start()
 
     def _rest(self) -> None:
         """Between epochs, load the buffers of replica 0 and the random state of the first hosted replica."""

@@ -204,17 +204,14 @@ def _once_per_step(
     return guarded
 
 
-def check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
-) -> None:
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: NamedParameters) -> None:
     """Raise ConfigError or Unsliceable if a job cannot use these optimizers."""
+    known = {id(parameter) for _, parameter in parameters}
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
-    known = {id(parameter) for _, parameter in parameters}
-    for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
                 raise ConfigError(
