@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from pliant import errors
 from pliant.cluster import ClusterSnapshot, Membership, View, Wanted, Worker, check_host
 from pliant.elastic import membership as rules
 from pliant.elastic.http_server import (
@@ -42,16 +43,7 @@ from pliant.elastic.http_server import (
 )
 from pliant.elastic.membership import NO_LIMITS, ElasticState, Limits, ViewRequest, WorkerNotice
 from pliant.elastic.store import IN_MEMORY, StateStore
-from pliant.errors import (
-    CapacityError,
-    ClusterCleared,
-    ConfigError,
-    NotWanted,
-    NoView,
-    PliantError,
-    ServerUnavailable,
-    StaleView,
-)
+from pliant.errors import ConfigError, PliantError, ServerUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +52,11 @@ DEFAULT_ENDPOINT = "/config"
 MAX_REASON_CHARS = 500
 _START_TIMEOUT_S = 30.0
 _REFUSAL_STATUS: Mapping[type[Exception], int] = {
-    StaleView: 412,
-    ClusterCleared: 403,
-    NoView: 404,
-    CapacityError: 409,
-    NotWanted: 409,
+    errors.StaleView: 412,
+    errors.ClusterCleared: 403,
+    errors.NoView: 404,
+    errors.CapacityError: 409,
+    errors.NotWanted: 409,
 }
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -13,7 +13,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 
 from pliant.cluster import Membership, View, Worker
 
@@ -239,30 +238,24 @@ class EventQueue:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP come in as events, until the end of the block; SIGHUP not under nohup."""
-
-        def note(signum: int, _: FrameType | None) -> None:
-            self.post(Interrupted(signum))
-
-        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        handled = [signum for signum in ENDING_SIGNALS if signum != signal.SIGHUP or not under_nohup]
-        before = {signum: signal.signal(signum, note) for signum in handled}
-        # Python runs handlers between bytecodes of the main thread; the descriptor ends the wait.
-        wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wake)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+        """SIGINT, SIGTERM and SIGHUP come in as events, until the end of the block."""
+        with handle_signals(lambda signum: self.post(Interrupted(signum))):
+            # Python runs handlers between bytecodes of the main thread; the descriptor ends the wait.
+            wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(wake)
 
 
 @contextlib.contextmanager
-def handle_signals(put: Callable[[int], object]) -> Iterator[None]:
-    """Call `put` with each signal that would end this program, within the block."""
-    before = {number: signal.signal(number, lambda signum, frame: put(signum)) for number in ENDING_SIGNALS}
+def handle_signals(put: Callable[[int], None]) -> Iterator[None]:
+    """Call `put` with each signal that would end this program, within the block; under nohup, SIGHUP would not."""
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [signum for signum in ENDING_SIGNALS if signum != signal.SIGHUP or not under_nohup]
+    before = {signum: signal.signal(signum, lambda number, _: put(number)) for signum in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -184,18 +184,19 @@ def test_a_python_file_gets_this_python(tmp_path: Path) -> None:
     assert find_command(["sh", "-c", "x"], "/usr/bin:/bin") == ("sh", "-c", "x")
 
 
-def test_a_program_that_cannot_run_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("nothing.py", "'nothing.py' does not exist in"),
+        ("no-such-program", "'no-such-program' does not exist on PATH"),
+        ("{}/tool", r"is not executable: `chmod \+x"),
+        ("{}", "is a directory"),
+    ],
+)
+def test_a_program_that_cannot_run_says_why(tmp_path: Path, program: str, message: str) -> None:
     (tmp_path / "tool").write_text("")
-    with pytest.raises(ConfigError, match="'nothing.py' does not exist in"):
-        find_command(["nothing.py"])
-    with pytest.raises(ConfigError, match="'no-such-program' does not exist on PATH"):
-        find_command(["no-such-program"])
-    with pytest.raises(ConfigError, match=r"is not executable: `chmod \+x"):
-        find_command([str(tmp_path / "tool")])
-    with pytest.raises(ConfigError, match="is a directory"):
-        find_command([str(tmp_path)])
-    with pytest.raises(ConfigError, match="no program to run"):
-        plan(program=())
+    with pytest.raises(ConfigError, match=message):
+        find_command([program.format(tmp_path)])
 
 
 @pytest.mark.parametrize(

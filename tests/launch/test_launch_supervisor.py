@@ -11,6 +11,7 @@ from pliant.cluster import Membership, View, Worker
 from pliant.errors import REFUSED_EXIT
 from pliant.launch.events import (
     Action,
+    Event,
     Exited,
     ExitRunner,
     Interrupted,
@@ -45,6 +46,11 @@ def kinds(actions: list[Action], *kind: type[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+def react(made: Supervisor, event: Event, at_s: float, *kind: type[Action]) -> list[Action]:
+    """What the runner does about `event`, of these kinds."""
+    return kinds(made.handle(event, at_s), *kind)
+
+
 def started(*workers: Worker, watch: bool = False, alone: bool = True) -> Supervisor:
     made = Supervisor(HERE, grace_s=10, watch=watch, alone=alone)
     made.handle(StateChanged(view(1, *workers)), 0)
@@ -54,29 +60,26 @@ def started(*workers: Worker, watch: bool = False, alone: bool = True) -> Superv
 def test_only_local_workers_are_started_each_on_a_slot() -> None:
     made = Supervisor(HERE, grace_s=10)
     first = view(0, A, FAR, B)
-    assert kinds(made.handle(StateChanged(first), 0), StartWorker) == [
-        StartWorker(A, first, 0),
-        StartWorker(B, first, 1),
-    ]
+    assert react(made, StateChanged(first), 0, StartWorker) == [StartWorker(A, first, 0), StartWorker(B, first, 1)]
 
 
 def test_it_is_over_when_all_have_ended_well() -> None:
     made = started(A, B)
-    assert kinds(made.handle(Exited(A, 0), 1), ExitRunner) == []
-    assert kinds(made.handle(Exited(B, 0), 2), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Exited(A, 0), 1, ExitRunner) == []
+    assert react(made, Exited(B, 0), 2, ExitRunner) == [ExitRunner(0)]
     assert made.num_finished == made.num_started == 2
     assert made.handle(Tick(), 3) == []
 
 
 def test_nothing_is_over_before_the_first_view() -> None:
     made = Supervisor(HERE, grace_s=10)
-    assert kinds(made.handle(Tick(), 0), ExitRunner) == []
-    assert kinds(made.handle(Interrupted(signal.SIGTERM), 1), ExitRunner) == [ExitRunner(143)]
+    assert react(made, Tick(), 0, ExitRunner) == []
+    assert react(made, Interrupted(signal.SIGTERM), 1, ExitRunner) == [ExitRunner(143)]
 
 
 def test_a_host_without_workers_is_done_at_once() -> None:
     made = Supervisor(HERE, grace_s=10)
-    assert kinds(made.handle(StateChanged(view(0, FAR)), 0), ExitRunner) == [ExitRunner(0)]
+    assert react(made, StateChanged(view(0, FAR)), 0, ExitRunner) == [ExitRunner(0)]
 
 
 def test_the_first_failure_is_blamed_and_ends_the_others() -> None:
@@ -87,25 +90,25 @@ def test_the_first_failure_is_blamed_and_ends_the_others() -> None:
         TerminateWorker(C),
         ReportFailure(B, "exit code 3"),
     ]
-    assert kinds(made.handle(Exited(A, 1), 1.1), ReportFailure, ExitRunner) == []
-    assert kinds(made.handle(Exited(C, -15), 1.2), ReportFailure, ExitRunner) == [ExitRunner(3)]
+    assert react(made, Exited(A, 1), 1.1, ReportFailure, ExitRunner) == []
+    assert react(made, Exited(C, -15), 1.2, ReportFailure, ExitRunner) == [ExitRunner(3)]
 
 
 def test_who_does_not_end_in_time_is_killed() -> None:
     made = started(A, B)
     made.handle(Exited(A, 1), 5)
     assert made.next_deadline_s == 15
-    assert kinds(made.handle(Tick(), 14.9), KillWorker) == []
-    assert kinds(made.handle(Tick(), 15), KillWorker) == [KillWorker(B)]
-    assert kinds(made.handle(Exited(B, -9), 15.1), ExitRunner) == [ExitRunner(1)]
+    assert react(made, Tick(), 14.9, KillWorker) == []
+    assert react(made, Tick(), 15, KillWorker) == [KillWorker(B)]
+    assert react(made, Exited(B, -9), 15.1, ExitRunner) == [ExitRunner(1)]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_passed_on_and_a_second_kills(signum: int, code: int) -> None:
     made = started(A)
-    assert kinds(made.handle(Interrupted(signum), 1), TerminateWorker, KillWorker) == [TerminateWorker(A)]
-    assert kinds(made.handle(Interrupted(signum), 2), TerminateWorker, KillWorker) == [KillWorker(A)]
-    assert kinds(made.handle(Exited(A, -9), 3), ExitRunner, ReportFailure) == [ExitRunner(code)]
+    assert react(made, Interrupted(signum), 1, TerminateWorker, KillWorker) == [TerminateWorker(A)]
+    assert react(made, Interrupted(signum), 2, TerminateWorker, KillWorker) == [KillWorker(A)]
+    assert react(made, Exited(A, -9), 3, ExitRunner, ReportFailure) == [ExitRunner(code)]
 
 
 def test_the_timeout_ends_the_job_with_124() -> None:
@@ -113,13 +116,13 @@ def test_the_timeout_ends_the_job_with_124() -> None:
     actions = made.handle(TimedOut("5m0.0s"), 300)
     assert any("-timeout 5m0.0s" in action.text for action in actions if isinstance(action, ShowMessage))
     assert kinds(actions, TerminateWorker) == [TerminateWorker(A)]
-    assert kinds(made.handle(Exited(A, 0), 301), ExitRunner) == [ExitRunner(124)]
+    assert react(made, Exited(A, 0), 301, ExitRunner) == [ExitRunner(124)]
 
 
 def test_a_worker_that_cannot_be_started_fails_the_job() -> None:
     made = started(A, B)
-    assert kinds(made.handle(StartFailed(A, "no memory"), 0), TerminateWorker) == [TerminateWorker(B)]
-    assert kinds(made.handle(Exited(B, -15), 1), ExitRunner) == [ExitRunner(1)]
+    assert react(made, StartFailed(A, "no memory"), 0, TerminateWorker) == [TerminateWorker(B)]
+    assert react(made, Exited(B, -15), 1, ExitRunner) == [ExitRunner(1)]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +144,14 @@ def test_with_other_hosts_the_verdict_is_waited_for() -> None:
     actions = made.handle(Exited(A, 0), 1)
     assert kinds(actions, SendStatus, ExitRunner) == [SendStatus("done")]
     assert made.next_deadline_s is None
-    assert kinds(made.handle(Verdict("", 0), 9), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Verdict("", 0), 9, ExitRunner) == [ExitRunner(0)]
 
 
 def test_a_failure_elsewhere_ends_the_workers_here() -> None:
     made = started(A, alone=False)
     actions = made.handle(Verdict("worker far failed: exit code 4", 4), 1)
     assert kinds(actions, TerminateWorker, ReportFailure) == [TerminateWorker(A)]
-    assert kinds(made.handle(Exited(A, -15), 2), ExitRunner) == [ExitRunner(4)]
+    assert react(made, Exited(A, -15), 2, ExitRunner) == [ExitRunner(4)]
 
 
 def test_what_failed_first_in_the_job_is_the_cause_here_too() -> None:
@@ -156,14 +159,14 @@ def test_what_failed_first_in_the_job_is_the_cause_here_too() -> None:
     actions = made.handle(Exited(A, 1), 1)
     assert kinds(actions, SendStatus) == [SendStatus("failed", f"worker {A} failed: exit code 1", 1)]
     assert kinds(actions, ExitRunner) == []
-    assert kinds(made.handle(Verdict("worker far failed: exit code 4", 4), 1.5), ExitRunner) == [ExitRunner(4)]
+    assert react(made, Verdict("worker far failed: exit code 4", 4), 1.5, ExitRunner) == [ExitRunner(4)]
 
 
 def test_a_head_that_says_nothing_is_not_waited_for_for_ever() -> None:
     made = started(A, alone=False)
     made.handle(Exited(A, 1), 1)
     assert made.next_deadline_s == 16
-    assert kinds(made.handle(Tick(), 16), ExitRunner) == [ExitRunner(1)]
+    assert react(made, Tick(), 16, ExitRunner) == [ExitRunner(1)]
 
 
 def test_a_new_view_starts_newcomers_and_ends_leavers() -> None:
@@ -171,16 +174,16 @@ def test_a_new_view_starts_newcomers_and_ends_leavers() -> None:
     actions = made.handle(StateChanged(view(2, A, C, FAR)), 5)
     assert ShowMessage("arrived at v2, new np=3, local: +1/-1, global: +2/-1") in actions
     assert kinds(actions, StartWorker, TerminateWorker) == [TerminateWorker(B), StartWorker(C, view(2, A, C, FAR), 2)]
-    assert kinds(made.handle(Exited(B, 1), 6), ReportFailure, ExitRunner) == []
+    assert react(made, Exited(B, 1), 6, ReportFailure, ExitRunner) == []
     # B's slot is free again.
-    assert kinds(made.handle(StateChanged(view(3, A, C, B)), 7), StartWorker) == [StartWorker(B, view(3, A, C, B), 1)]
+    assert react(made, StateChanged(view(3, A, C, B)), 7, StartWorker) == [StartWorker(B, view(3, A, C, B), 1)]
 
 
 def test_one_that_comes_back_while_leaving_is_started_after_its_end() -> None:
     made = started(A, B, watch=True)
     made.handle(StateChanged(view(2, A)), 1)
-    assert kinds(made.handle(StateChanged(view(3, A, B)), 2), StartWorker) == []
-    assert kinds(made.handle(Exited(B, 0), 3), StartWorker) == [StartWorker(B, view(3, A, B), 1)]
+    assert react(made, StateChanged(view(3, A, B)), 2, StartWorker) == []
+    assert react(made, Exited(B, 0), 3, StartWorker) == [StartWorker(B, view(3, A, B), 1)]
 
 
 def test_an_old_view_changes_nothing() -> None:
@@ -191,23 +194,23 @@ def test_an_old_view_changes_nothing() -> None:
 
 def test_a_view_without_workers_stops_all_and_is_a_good_end() -> None:
     made = started(A, watch=True)
-    assert kinds(made.handle(StateChanged(view(2, hosts=())), 1), TerminateWorker) == [TerminateWorker(A)]
-    assert kinds(made.handle(Exited(A, -15), 2), ExitRunner) == [ExitRunner(0)]
+    assert react(made, StateChanged(view(2, hosts=())), 1, TerminateWorker) == [TerminateWorker(A)]
+    assert react(made, Exited(A, -15), 2, ExitRunner) == [ExitRunner(0)]
 
 
 def test_a_waiting_runner_stays_until_it_was_added_and_removed() -> None:
     made = Supervisor(HERE, grace_s=10, watch=True)
     elsewhere = view(1, FAR, hosts=(THERE,))
-    assert kinds(made.handle(StateChanged(elsewhere), 0), ExitRunner) == []
-    assert kinds(made.handle(StateChanged(view(2, FAR, A)), 1), StartWorker) == [StartWorker(A, view(2, FAR, A), 0)]
+    assert react(made, StateChanged(elsewhere), 0, ExitRunner) == []
+    assert react(made, StateChanged(view(2, FAR, A)), 1, StartWorker) == [StartWorker(A, view(2, FAR, A), 0)]
     made.handle(StateChanged(view(3, FAR, hosts=(THERE,))), 2)
-    assert kinds(made.handle(Exited(A, 0), 3), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Exited(A, 0), 3, ExitRunner) == [ExitRunner(0)]
 
 
 def test_a_shrunk_host_waits_to_be_used_again() -> None:
     made = started(A, FAR, watch=True)
     made.handle(StateChanged(view(2, FAR)), 1)
-    assert kinds(made.handle(Exited(A, 0), 2), ExitRunner, SendStatus) == [SendStatus("idle")]
+    assert react(made, Exited(A, 0), 2, ExitRunner, SendStatus) == [SendStatus("idle")]
 
 
 def test_independent_workers_are_replaced_one_by_one_and_the_job_ends_when_all_have_finished() -> None:
@@ -216,9 +219,9 @@ def test_independent_workers_are_replaced_one_by_one_and_the_job_ends_when_all_h
     actions = made.handle(Exited(A, -9), 20)
     assert kinds(actions, RequestReplacement, TerminateWorker, ExitRunner, SendStatus) == [RequestReplacement()]
     made.handle(StateChanged(view(2, B)), 20)
-    assert kinds(made.handle(StateChanged(view(3, B, C)), 20), StartWorker) == [StartWorker(C, view(3, B, C), 0)]
-    assert kinds(made.handle(Exited(B, 0), 30), TerminateWorker, ExitRunner, RequestReplacement) == []
-    assert kinds(made.handle(Exited(C, 0), 31), ExitRunner) == [ExitRunner(0)]
+    assert react(made, StateChanged(view(3, B, C)), 20, StartWorker) == [StartWorker(C, view(3, B, C), 0)]
+    assert react(made, Exited(B, 0), 30, TerminateWorker, ExitRunner, RequestReplacement) == []
+    assert react(made, Exited(C, 0), 31, ExitRunner) == [ExitRunner(0)]
 
 
 def test_an_independent_worker_that_is_not_replaced_fails_the_job_when_the_others_have_finished() -> None:
@@ -227,7 +230,7 @@ def test_an_independent_worker_that_is_not_replaced_fails_the_job_when_the_other
     actions = made.handle(Exited(A, REFUSED_EXIT), 20)
     assert kinds(actions, RequestReplacement, ExitRunner) == []
     made.handle(StateChanged(view(2, B)), 21)
-    assert kinds(made.handle(Exited(B, 0), 30), ReportFailure, ExitRunner) == [
+    assert react(made, Exited(B, 0), 30, ReportFailure, ExitRunner) == [
         ReportFailure(A, f"exit code {REFUSED_EXIT}", "was the last one, and failed"),
         ExitRunner(REFUSED_EXIT),
     ]
@@ -309,7 +312,7 @@ def test_a_replacement_waits_for_its_time() -> None:
     assert kinds(actions, RequestReplacement) == []
     assert "in 0.5s (restart 2 of 100)" in said(actions)
     assert made.next_deadline_s == 20.5
-    assert kinds(made.handle(Tick(), 20.5), RequestReplacement) == [RequestReplacement()]
+    assert react(made, Tick(), 20.5, RequestReplacement) == [RequestReplacement()]
 
 
 def test_no_replacement_where_a_wish_has_filled_the_slot_or_taken_it() -> None:
@@ -320,12 +323,12 @@ def test_no_replacement_where_a_wish_has_filled_the_slot_or_taken_it() -> None:
         made.handle(Exited(C, 1), 20.2)
         arrive(made, wish, 20.3)
         assert made.next_deadline_s != 20.7
-        assert kinds(made.handle(Tick(), 21), RequestReplacement) == []
+        assert react(made, Tick(), 21, RequestReplacement) == []
 
 
 def test_no_replacement_beyond_the_slots() -> None:
     made = training(A, B, C, slots=2)
-    assert kinds(made.handle(Exited(C, 1), 20), RequestReplacement) == []
+    assert react(made, Exited(C, 1), 20, RequestReplacement) == []
 
 
 def test_when_restarts_are_used_up_the_job_goes_on_with_those_left() -> None:
@@ -333,11 +336,11 @@ def test_when_restarts_are_used_up_the_job_goes_on_with_those_left() -> None:
     made.handle(Exited(B, 1), 20)
     actions = made.handle(Exited(C, 1), 30)
     assert "not replaced: the 1 restarts of --max-restarts are used up" in said(actions)
-    assert kinds(made.handle(Tick(), 100), RequestReplacement, TerminateWorker, ExitRunner) == []
+    assert react(made, Tick(), 100, RequestReplacement, TerminateWorker, ExitRunner) == []
     arrive(made, view(2, A), 101)
     change(made, Membership(2, over=True), 102)
-    assert kinds(made.handle(Exited(A, 0), 103), ExitRunner) == []  # one was asked for, and is still to come
-    assert kinds(made.handle(NotReplaced("the job has finished"), 104), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Exited(A, 0), 103, ExitRunner) == []  # one was asked for, and is still to come
+    assert react(made, NotReplaced("the job has finished"), 104, ExitRunner) == [ExitRunner(0)]
 
 
 def test_a_crash_that_comes_again_three_times_is_not_replaced_any_more() -> None:
@@ -381,9 +384,9 @@ def test_members_on_another_host_go_on() -> None:
 def test_a_replacement_that_is_refused_may_be_the_end() -> None:
     made = training(A, B)
     made.handle(Exited(A, 3), 20)
-    assert kinds(made.handle(Exited(B, 4), 20), ReportFailure) == []  # one is coming
+    assert react(made, Exited(B, 4), 20, ReportFailure) == []  # one is coming
     change(made, Membership(3, over=True), 20.1)
-    assert kinds(made.handle(NotReplaced("the cluster was cleared"), 20.2), ReportFailure, ExitRunner) == [
+    assert react(made, NotReplaced("the cluster was cleared"), 20.2, ReportFailure, ExitRunner) == [
         ReportFailure(B, "exit code 4", "was the last one, and failed"),
         ExitRunner(4),
     ]
@@ -395,7 +398,7 @@ def test_a_refused_worker_is_reported_and_never_replaced() -> None:
     assert kinds(actions, ReportLoss, RequestReplacement) == [ReportLoss(B, "exit code 78")]
     assert "so it is not replaced" in said(actions)
     arrive(made, view(2, A), 21)
-    assert kinds(made.handle(Exited(A, 78), 22), ExitRunner) == [ExitRunner(78)]
+    assert react(made, Exited(A, 78), 22, ExitRunner) == [ExitRunner(78)]
 
 
 def test_a_member_that_is_no_longer_wanted_leaves_by_itself() -> None:
@@ -404,7 +407,7 @@ def test_a_member_that_is_no_longer_wanted_leaves_by_itself() -> None:
     assert made.next_deadline_s is None
     change(made, Membership(2, (A,), wanted=2), 50)
     assert made.next_deadline_s == 60
-    assert kinds(made.handle(Exited(B, 0), 51), ReportLoss, RequestReplacement, ExitRunner, ReportFailure) == []
+    assert react(made, Exited(B, 0), 51, ReportLoss, RequestReplacement, ExitRunner, ReportFailure) == []
     assert made.next_deadline_s is None
     assert (made.num_started, made.num_finished, made.num_lost) == (2, 1, 0)
 
@@ -413,16 +416,16 @@ def test_one_that_does_not_leave_is_told_and_then_killed() -> None:
     made = training(A, B)
     arrive(made, view(2, A), 5)
     change(made, Membership(2, (A,), wanted=2), 50)
-    assert kinds(made.handle(Tick(), 60), TerminateWorker) == [TerminateWorker(B)]
-    assert kinds(made.handle(Tick(), 70), KillWorker) == [KillWorker(B)]
-    assert kinds(made.handle(Exited(B, -9), 71), ReportLoss, RequestReplacement) == []
+    assert react(made, Tick(), 60, TerminateWorker) == [TerminateWorker(B)]
+    assert react(made, Tick(), 70, KillWorker) == [KillWorker(B)]
+    assert react(made, Exited(B, -9), 71, ReportLoss, RequestReplacement) == []
 
 
 def test_a_newcomer_whose_wish_was_withdrawn_is_told_at_once() -> None:
     made = training(A)
     arrive(made, view(2, A, B), 5)
     assert kinds(arrive(made, view(3, A), 6), TerminateWorker) == [TerminateWorker(B)]
-    assert kinds(made.handle(Exited(B, -15), 7), ReportLoss, RequestReplacement) == []
+    assert react(made, Exited(B, -15), 7, ReportLoss, RequestReplacement) == []
 
 
 def test_the_last_member_is_replaced_and_only_then_dropped_from_the_view() -> None:
@@ -439,16 +442,14 @@ def test_the_last_member_is_replaced_and_only_then_dropped_from_the_view() -> No
 def test_a_newcomer_that_crashes_is_reported_so_that_nobody_waits_for_it() -> None:
     made = training(A)
     arrive(made, view(2, A, B), 5)
-    assert kinds(made.handle(Exited(B, 1), 6), ReportLoss, RequestReplacement) == [
+    assert react(made, Exited(B, 1), 6, ReportLoss, RequestReplacement) == [
         ReportLoss(B, "exit code 1"),
         RequestReplacement(),
     ]
     arrive(made, view(3, A, C), 7)
     actions = made.handle(Exited(C, 0), 8)
     assert kinds(actions, ReportLoss, RequestReplacement) == [ReportLoss(C, "it ended before it was ready")]
-    assert kinds(made.handle(StartFailed(D, "no memory"), 9), ReportLoss) == [
-        ReportLoss(D, "could not be started: no memory")
-    ]
+    assert react(made, StartFailed(D, "no memory"), 9, ReportLoss) == [ReportLoss(D, "could not be started: no memory")]
 
 
 def test_one_that_left_and_is_wanted_again_is_started_again() -> None:
@@ -456,7 +457,7 @@ def test_one_that_left_and_is_wanted_again_is_started_again() -> None:
     arrive(made, view(2, A), 5)
     change(made, Membership(2, (A,), wanted=2), 6)
     assert kinds(arrive(made, view(3, A, B), 7), StartWorker) == []
-    assert kinds(made.handle(Exited(B, 0), 8), StartWorker) == [StartWorker(B, view(3, A, B), 1)]
+    assert react(made, Exited(B, 0), 8, StartWorker) == [StartWorker(B, view(3, A, B), 1)]
 
 
 def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
@@ -464,7 +465,7 @@ def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
         made = training(A, B)
         made.handle(StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2)), 20)
         told = [TerminateWorker(B)] if at_s > 30 else []
-        assert kinds(made.handle(Tick(), min(at_s, 30)), TerminateWorker) == told
+        assert react(made, Tick(), min(at_s, 30), TerminateWorker) == told
         assert RequestReplacement() in made.handle(Exited(B, code), at_s)
 
 
@@ -480,18 +481,15 @@ def test_when_it_is_over_newcomers_are_told_and_members_may_take_their_time() ->
     made = training(A)
     arrive(made, view(2, A, B), 5)
     assert kinds(change(made, Membership(2, over=True, wanted=2), 6), TerminateWorker) == [TerminateWorker(B)]
-    assert kinds(made.handle(Exited(B, -15), 6), ExitRunner, ReportLoss) == []
+    assert react(made, Exited(B, -15), 6, ExitRunner, ReportLoss) == []
     assert made.next_deadline_s is None
-    assert kinds(made.handle(Exited(A, 0), 500), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Exited(A, 0), 500, ExitRunner) == [ExitRunner(0)]
 
 
 def test_a_crash_after_the_end_is_still_a_failure() -> None:
     made = training(A)
     change(made, Membership(2, over=True, wanted=1), 6)
-    assert kinds(made.handle(Exited(A, 1), 7), ReportFailure, ExitRunner) == [
-        ReportFailure(A, "exit code 1"),
-        ExitRunner(1),
-    ]
+    assert react(made, Exited(A, 1), 7, ReportFailure, ExitRunner) == [ReportFailure(A, "exit code 1"), ExitRunner(1)]
 
 
 @pytest.mark.parametrize("code", [0, -15])
@@ -504,9 +502,9 @@ def test_resize_to_nobody_is_a_good_end(code: int) -> None:
     arrive(made, View(4, (), ()), 7)
     assert kinds(change(made, Membership(4, over=True, wanted=4), 7), TerminateWorker) == []
     if code:
-        assert kinds(made.handle(Tick(), 17), TerminateWorker) == [TerminateWorker(A), TerminateWorker(C)]
+        assert react(made, Tick(), 17, TerminateWorker) == [TerminateWorker(A), TerminateWorker(C)]
     made.handle(Exited(A, code), 17)
-    assert kinds(made.handle(Exited(C, code), 17), ExitRunner, ReportFailure) == [ExitRunner(0)]
+    assert react(made, Exited(C, code), 17, ExitRunner, ReportFailure) == [ExitRunner(0)]
 
 
 def test_a_job_that_has_begun_outlives_a_host() -> None:
@@ -516,7 +514,7 @@ def test_a_job_that_has_begun_outlives_a_host() -> None:
         ReportLoss(FAR, "the runner on 10.0.0.2 is gone")
     ]
     made.handle(Exited(A, 0), 2)
-    assert kinds(made.handle(Verdict("", 0), 3), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Verdict("", 0), 3, ExitRunner) == [ExitRunner(0)]
     early = Supervisor(HERE, grace_s=10, watch=True, alone=False)
     arrive(early, view(1, A, FAR), 0)
     assert kinds(early.handle(RunnerGone(THERE), 1), TerminateWorker) == [TerminateWorker(A)]
@@ -534,4 +532,4 @@ def test_without_its_head_a_runner_ends_by_itself() -> None:
     made = training(A, FAR, alone=False)
     made.handle(RunnerGone(THERE, was_head=True), 1)
     change(made, Membership(2, over=True), 2)
-    assert kinds(made.handle(Exited(A, 0), 3), ExitRunner) == [ExitRunner(0)]
+    assert react(made, Exited(A, 0), 3, ExitRunner) == [ExitRunner(0)]

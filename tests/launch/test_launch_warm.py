@@ -317,11 +317,16 @@ def test_no_warm_starts_each_worker_as_a_python_of_its_own(launcher: Launcher) -
     assert ended.stdout.count("] False\n") == 2
 
 
-def test_a_warm_process_that_cannot_start_is_only_a_notice(launcher: Launcher) -> None:
-    (launcher.directory / "broken").mkdir()
-    launcher.script("broken/torch.py", "raise OSError('damaged')")
+def with_torch(launcher: Launcher, text: str) -> dict[str, str]:
+    """An environ in which `import torch` does this."""
+    (launcher.directory / "other").mkdir()
+    launcher.script("other/torch.py", text)
     launcher.script("who.py", "print('hello')")
-    ended = launcher.run("-q", "-w", "who.py", PYTHONPATH=str(launcher.directory / "broken"))
+    return {"PYTHONPATH": str(launcher.directory / "other")}
+
+
+def test_a_warm_process_that_cannot_start_is_only_a_notice(launcher: Launcher) -> None:
+    ended = launcher.run("-q", "-w", "who.py", **with_torch(launcher, "raise OSError('damaged')"))
     assert ended.code == 0
     assert "] hello\n" in ended.stdout
     assert "[warm::stderr] OSError: damaged" in ended.stderr
@@ -329,10 +334,8 @@ def test_a_warm_process_that_cannot_start_is_only_a_notice(launcher: Launcher) -
 
 
 def test_a_signal_while_it_warms_up_ends_the_job(launcher: Launcher) -> None:
-    (launcher.directory / "slow").mkdir()
-    launcher.script("slow/torch.py", "import pathlib, time; pathlib.Path('warming').touch(); time.sleep(600)")
-    launcher.script("who.py", "print('hello')")
-    runner = launcher.start("-q", "-w", "who.py", PYTHONPATH=str(launcher.directory / "slow"))
+    slow = with_torch(launcher, "import pathlib, time; pathlib.Path('warming').touch(); time.sleep(600)")
+    runner = launcher.start("-q", "-w", "who.py", **slow)
     launcher.until(lambda: launcher.files("warming"), "begin of the imports")
     runner.terminate()
     assert launcher.end(runner).code == 143
