@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -111,11 +112,15 @@ class RunArguments:
     logfile: Annotated[str, _hidden("--logfile", "FILE", "Write the runner's own log there, too.")] = ""
     show_output: Annotated[bool, _hidden("-v/--no-v --verbose", "", "Show workers' output.")] = True
     allow_nvlink: Annotated[bool, _hidden("--allow-nvlink", "", "Leave CUDA_VISIBLE_DEVICES alone.")] = False
+    keep: Annotated[bool, _hidden("-k --keep", "", "With -w, stay after the workers have finished.")] = False
     warm: Annotated[bool, _hidden("--warm/--no-warm", "", "With -w, fork Python workers from one that has imported torch.")] = True
     builtin_config_port: Annotated[str, _hidden("--builtin-config-port", "PORT", "Port of the job's own config server.")] = "0"
     init_version: Annotated[str, _hidden("--init-version", "N", "Below 0: wait to be added.")] = "0"
     state_file: Annotated[str, _hidden("--state-file", "FILE", "Keep the server's address and workers' pids there.")] = ""
     slot_devices: Annotated[str, _hidden("--slot-devices", "FILE", "JSON list: the CUDA device of each slot.")] = ""
+    debug_port: Annotated[str, _hidden("--debug-port", "PORT", "Serve the runner's state as JSON.")] = "0"
+    delay: Annotated[str, _hidden("--delay", "TIME", "Wait before starting.")] = "0"
+    start_time: Annotated[str, _hidden("--t0", "UNIX", "When the job began; workers find it in PLIANT_JOB_START.")] = ""
     # fmt: on
 
     def to_options(self, program: Sequence[str]) -> RunOptions:
@@ -144,6 +149,7 @@ class RunArguments:
             quiet=self.quiet,
             allow_nvlink=self.allow_nvlink,
             watch=self.watch,
+            keep=self.keep,
             warm=self.warm,
             determinism=self.determinism.upper(),
             checkpoint_dir=_absolute(self.checkpoint_dir),
@@ -159,6 +165,9 @@ class RunArguments:
             secret_file=self.secret_file,
             state_file=_absolute(self.state_file),
             slot_devices=_absolute(self.slot_devices),
+            debug_port=parse_int(self.debug_port, "-debug-port"),
+            delay_s=parse_duration(self.delay, "-delay"),
+            start_time_s=_start_time(self.start_time),
         )
 
     def _adaptation(self) -> dict[str, str]:
@@ -356,6 +365,13 @@ def read_hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
             raise ConfigError(f"-hostfile {hostfile}: {reason(error)}; {remedy}") from None
         return parse_hostfile(text, f"-hostfile {hostfile}")
     return parse_hosts(listed) if listed else ()
+
+
+def _start_time(text: str) -> float:
+    try:
+        return float(text) if text else time.time()
+    except ValueError:
+        raise ConfigError(f"-t0 {text!r} is not a Unix time in seconds, such as `date +%s` prints") from None
 
 
 def _absolute(path: str) -> str:

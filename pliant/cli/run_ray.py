@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HERE = (
     "file", "on", "ray_address", "devices", "np", "remote_dir", "hosts", "hostfile", "self_host", "nic", "watch",
-    "timeout", "logfile", "secret_file", "builtin_config_port", "state_file", "dash", "program",
+    "timeout", "logfile", "delay", "secret_file", "builtin_config_port", "start_time", "state_file", "dash", "program",
 )  # fmt: skip
 """Options that are not passed on to runners: the driver acts on them, or sends them in another way."""
 REFUSED = {
@@ -26,6 +26,8 @@ REFUSED = {
     "self_host": "names a host, but Ray chooses them: leave it out",
     "config_server": "names a config server, but with --on ray the driver runs one: leave it out",
     "init_version": "is for runners that are started one by one: leave it out with --on ray",
+    "keep": "keeps a runner without workers: leave it out with --on ray",
+    "debug_port": "is about one machine: leave it out with --on ray",
     "slot_devices": "is about one machine: leave it out with --on ray",
 }
 
@@ -61,7 +63,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
     wanted = _devices(devices, options.np if "np" in given else None)
     job = RayJob(
         program=options.program,
-        arguments=(*forwarded(ctx, HERE), *options.program),
+        arguments=(*forwarded(ctx, HERE), "-t0", repr(options.start_time_s), *options.program),
         devices=wanted,
         bounded=bool(devices),
         asked="--devices" if devices else f"-np {options.np}:",

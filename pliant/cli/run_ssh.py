@@ -56,7 +56,7 @@ def over_ssh(ctx: typer.Context, options: RunOptions, *, user: str, python: str,
     return run_over_ssh(
         SshJob(
             hosts=hosts,
-            arguments=(*forwarded(ctx), *options.program),
+            arguments=(*forwarded(ctx), "-t0", repr(options.start_time_s), *options.program),
             python=python or sys.executable,
             directory=directory or os.getcwd(),
             environ=environ,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pliant.adapt.monitors import parse_monitors
 from pliant.adapt.policy import maths_decisions
@@ -63,8 +64,16 @@ class RunOptions:
     quiet: bool = False
     allow_nvlink: bool = False
     port: int = DEFAULT_RUNNER_PORT
+    debug_port: int = 0
+    """Where to serve the runner's state; 0 means not at all."""
+    delay_s: float = 0.0
+    """Wait this long before starting anything."""
+    start_time_s: float = 0.0
+    """When the job began, as Unix time, for the workers to know."""
     secret_file: str = ""
     watch: bool = False
+    keep: bool = False
+    """In watch mode, stay after the local workers have finished."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
     checkpoint_dir: str = ""
@@ -101,14 +110,22 @@ class RunOptions:
         self._check_training()
         if self.resize_schedule:
             object.__setattr__(self, "watch", True)
-        if self.builtin_config_port:
-            check_port(self.builtin_config_port, "-builtin-config-port")
+        for port, flag in ((self.debug_port, "-debug-port"), (self.builtin_config_port, "-builtin-config-port")):
+            if port:
+                check_port(port, flag)
         if self.init_version < 0 and not (self.watch and self.config_server):
             raise ConfigError(
                 f"-init-version {self.init_version} waits to be added by a config server: add -w -config-server URL"
             )
+        if self.keep and not self.watch:
+            raise ConfigError("-k keeps a watching runner alive: add -w")
         if self.independent and not self.watch:
             raise ConfigError("--independent replaces workers one by one, as a watching runner does: add -w")
+        if self.config_server and self.builtin_config_port and not self.follows_builtin:
+            raise ConfigError(
+                f"-config-server {self.config_server} and -builtin-config-port {self.builtin_config_port} are two "
+                "config servers: give one of them, or the same port"
+            )
         object.__setattr__(self, "strategy", check_strategy(self.strategy))
 
     def _check_training(self) -> None:
@@ -135,7 +152,13 @@ class RunOptions:
     @property
     def follows_builtin(self) -> bool:
         """Whether the head runner of this job also runs its config server."""
-        return self.watch and not self.config_server
+        if not self.config_server:
+            return self.watch or self.builtin_config_port > 0
+        # KungFu's commands give both flags, and mean one server.
+        try:
+            return self.builtin_config_port > 0 and urlsplit(self.config_server).port == self.builtin_config_port
+        except ValueError:
+            return False
 
 
 # --- devices ---
@@ -275,6 +298,7 @@ class LaunchPlan:
             "PYTHONUNBUFFERED": "1",
             **self.pins,
             **environ,
+            "PLIANT_JOB_START": repr(self.options.start_time_s),
             JOB_MARK: mark,
         }
 
@@ -339,11 +363,6 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
         ConfigError, CapacityError: with what was asked, what there is, and which flag helps.
     """
     command = find_command(options.program, machine.environ.get("PATH"))
-    if options.builtin_config_port and not options.follows_builtin:
-        raise ConfigError(
-            f"-builtin-config-port {options.builtin_config_port} is for the job's own config server: "
-            "add -w, and leave -config-server out"
-        )
     asked = machine.resolve(options.self_host) if options.self_host else ""
     hosts = resolve_hosts(options.hosts or _default_hosts(options, machine, asked), machine.resolve)
     self_host = choose_self(hosts, asked=asked, nic=options.nic, nics=machine.nics, local=machine.is_local)

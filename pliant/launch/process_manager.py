@@ -83,8 +83,8 @@ class ProcessManager:
         """Ports for replacements that were requested."""
         self._used_ports = {plan.options.port}
         self._launched: dict[Worker, StartedWorker] = {}
-        self._version = -1
-        """The number of the newest view."""
+        self._views: dict[int, View] = {}
+        """The views that were seen, by number."""
         self._code: int | None = None
         self._last_failure = ""
 
@@ -106,6 +106,21 @@ class ProcessManager:
         if self._plan.options.independent and self._last_failure:
             log.error("%s", self._last_failure)  # again: the program that started these workers reads the last line
         return self._code
+
+    def state(self) -> dict[str, object]:
+        """Return what -debug-port shows: the views seen, and the local workers."""
+        workers = {
+            str(worker): {
+                "pid": started.process.pid,
+                "slot": started.slot,
+                "state": "running" if started.process.code is None else f"ended with {started.process.code}",
+            }
+            for worker, started in list(self._launched.items())
+        }
+        return {
+            "stages": {str(number): view.to_json() for number, view in sorted(self._views.items())},
+            "workers": workers,
+        }
 
     def _warm_up(self, stack: contextlib.ExitStack) -> None:
         """Start the warm process, if the workers can be forked from one."""
@@ -142,8 +157,8 @@ class ProcessManager:
             held, self._held = self._held, {}
             for start, listener in held.values():
                 self._launch(start, listener)
-        if isinstance(event, events.StateChanged) and event.view is not None and event.view.number > self._version:
-            self._version = event.view.number
+        if isinstance(event, events.StateChanged) and event.view is not None and event.view.number not in self._views:
+            self._views[event.view.number] = event.view
             self._used_ports |= {worker.port for worker in event.view.workers if worker.host == self._plan.self_host}
             # Close ports that were bound for a first view which the config server has overruled.
             while self._listeners:

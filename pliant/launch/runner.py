@@ -10,7 +10,10 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import json
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from urllib.parse import urljoin
 
 from pliant.cluster import ClusterSnapshot, View
 from pliant.duration import format_duration
-from pliant.errors import ClusterCleared, LaunchError, ServerUnavailable, StaleView
+from pliant.errors import ClusterCleared, ConfigError, LaunchError, ServerUnavailable, StaleView
 from pliant.identity import job_secret
 from pliant.launch.addresses import bind_ports
 from pliant.launch.control import Control, HeadRunner, HostGroup, MemberRunner
@@ -69,6 +72,7 @@ def launch(
         ConfigError, LaunchError: before any worker was started, with the reason.
     """
     options = plan.options
+    time.sleep(options.delay_s)
     begun_s = time.monotonic()
     for warning in plan.warnings:
         log.warning("%s", warning)
@@ -103,6 +107,7 @@ def launch(
             plan.self_host,
             grace_s=options.grace_s,
             watch=options.watch,
+            keep=options.keep,
             alone=control is None,
             slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
             max_restarts=options.max_restarts,
@@ -119,10 +124,14 @@ def launch(
             config_server=config.url,
             sender=_make_sender(config) if options.watch else None,
         )
+        if options.debug_port:
+            stack.enter_context(serve_state(plan.self_host, options.debug_port, manager.state))
         view = first_view(plan, ports) if options.init_version >= 0 else None
         if options.watch:
             _follow_server(view if plan.is_head else None, events, config, options.rendezvous_timeout_s, stack)
         elif view is not None:
+            if options.follows_builtin:
+                _offer_view(config, view if plan.is_head else None, options.rendezvous_timeout_s)
             events.post(StateChanged(view))
         if register is not None and plan.is_head and config.url and options.init_version >= 0:
             stack.enter_context(
@@ -253,3 +262,45 @@ def _offer_view(config: ConfigAddress, offered: View | None, timeout_s: float) -
                     log.info("waiting for the config server: %s", error)
                     say_at_s += SAY_S
                 time.sleep(RETRY_S)
+
+
+# --- -debug-port ---
+
+
+@contextlib.contextmanager
+def serve_state(address: str, port: int, state: Callable[[], dict[str, object]]) -> Iterator[None]:
+    """Answer `GET /` with `state()` as JSON until the end of the block.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+    import http.server  # few ask for it
+
+    class StateHandler(http.server.BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            body = json.dumps(state(), indent=2).encode() + b"\n"
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    class StateServer(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    try:
+        server = StateServer((address, port), StateHandler)
+    except OSError as error:
+        raise ConfigError(f"-debug-port {port} on {address}: {error.strerror}; give another one") from None
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="debug", daemon=True).start()
+        log.info("state at http://%s:%d/", address, port)
+        try:
+            yield
+        finally:
+            server.shutdown()

@@ -83,7 +83,8 @@ class HostState:
         """Whether somebody has been a member, so that a crash is only a loss."""
         self.finished: set[Worker] = set()
         """Workers of the view that ended well."""
-        self._host = host
+        self._host, self._independent = host, independent
+        self._closed_by: int | None = None  # the view with which a job ended, until the next job of the server begins
         self._joined: set[Worker] = set()  # local workers that are or were members
         self._reported_lost: set[Worker] = set()  # local workers that others have reported lost
         self._dismissed: set[Worker] = set()  # local workers that live, but are not in the view any more
@@ -131,9 +132,17 @@ class HostState:
             # A request would have removed it from the view first, and left it a member until the next step.
             left = set(old.members).difference(membership.members).intersection(living)
             self._reported_lost |= left - self._dismissed
+        if old.over and not membership.over:  # somebody has reset the server
+            self.begun = self._independent
         self.begun = self.begun or bool(membership.members)
+        if membership.over and not old.over:
+            self._closed_by = self.view.number if self.view is not None else -1
         self._joined |= set(membership.members).intersection(living)
         added, removed = self._update_view(view, living) if view is not None else (set[Worker](), set[Worker]())
+        if self._closed_by is not None and not membership.over and self.view and self.view.number > self._closed_by:
+            self._closed_by = None
+            self.finished.clear()
+            self._crashed.clear()
         self._crashed &= set(self.wanted)
         self._crashed_members &= set(membership.members)
         return added, removed
@@ -242,6 +251,7 @@ class Supervisor:
         *,
         grace_s: float,
         watch: bool = False,
+        keep: bool = False,
         alone: bool = True,
         slots: int = 1,
         max_restarts: int = 0,
@@ -255,7 +265,7 @@ class Supervisor:
         """Over the whole job; workers that a view removed have finished too."""
         self._state = HostState(host, independent=independent)
         self._host, self._grace_s, self._slots = host, grace_s, slots
-        self._watch, self._alone, self._independent = watch, alone, independent
+        self._watch, self._keep, self._alone, self._independent = watch, keep, alone, independent
         self._replacements = Replacements(max_restarts)
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
@@ -506,6 +516,8 @@ class Supervisor:
             return events.IDLE
         if not self._watch:
             return events.DONE
+        if self._keep:
+            return events.IDLE  # only a signal ends it
         if self._state.over:
             return events.DONE
         was_removed = self._was_listed and not self._is_listed(self.view)

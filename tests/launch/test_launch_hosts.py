@@ -198,3 +198,33 @@ def test_a_cleared_server_is_told_at_once(launcher: Launcher, server: ConfigServ
     ended = launcher.run("-q", "-w", "-config-server", server.url, "true")
     assert ended.code == 2
     assert "reset it first" in ended.stderr
+
+
+def test_kungfus_two_flags_mean_one_server(launcher: Launcher, free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}/config"
+    ended = launcher.run("-w", "-builtin-config-port", free_port, "-config-server", url, "-np", 1, "true")
+    assert ended.code == 0
+    assert "arrived at v1, new np=1" in ended.stderr
+
+
+def test_a_builtin_server_without_watching_shows_the_view(launcher: Launcher, free_port: int) -> None:
+    launcher.script("steps.py", STEPS)
+    runner = launcher.start("-q", "-builtin-config-port", free_port, "-np", 2, "steps.py")
+    up(launcher, 2)
+    with ConfigClient(f"http://127.0.0.1:{free_port}") as client:
+        view = client.get()
+    assert view is not None
+    assert view.size == 2
+    runner.terminate()
+    assert launcher.end(runner).code == 143
+
+
+def test_keep_stays_after_the_workers_have_finished(launcher: Launcher, server: ConfigServer) -> None:
+    launcher.script("once.py", "import os, pathlib; pathlib.Path(f'up-{os.getpid()}').touch()")
+    runner = launcher.start("-q", "-w", "--no-warm", "-k", "-config-server", server.url, "once.py")
+    up(launcher, 1)
+    with ConfigClient(server.url) as client:
+        client.resize(2)
+        up(launcher, 2)
+    runner.terminate()
+    assert launcher.end(runner).code == 143

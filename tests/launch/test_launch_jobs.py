@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -322,3 +325,30 @@ def test_each_worker_gets_a_device_and_sharing_is_said(launcher: Launcher) -> No
     assert sorted(re.findall(r"\] (\S+)\n", ended.stdout)) == ["5/5", "5/5", "7/7"]
     assert ended.stderr == "[W] 3 workers share 2 CUDA devices of 127.0.0.1\n"
     assert sorted(re.findall(r"\] (\S+)\n", linked.stdout)) == ["5,7/5", "5,7/7"]
+
+
+def test_the_debug_port_shows_views_and_workers(launcher: Launcher, free_port: int) -> None:
+    launcher.script("steps.py", STEPS)
+    runner = launcher.start("-q", "-np", 2, "-init-version", 3, "-debug-port", free_port, "steps.py")
+    pids = up(launcher, 2)
+    with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/", timeout=10) as answer:
+        state = json.load(answer)
+    assert len(state["stages"]["3"]["Workers"]) == 2
+    assert sorted(worker["pid"] for worker in state["workers"].values()) == sorted(pids)
+    assert {worker["state"] for worker in state["workers"].values()} == {"running"}
+    runner.terminate()
+    assert launcher.end(runner).code == 143
+
+
+def test_a_taken_debug_port_is_a_users_mistake(launcher: Launcher, free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        ended = launcher.run("-q", "-debug-port", free_port, "true")
+    assert ended.code == 2
+    assert f"-debug-port {free_port} on 127.0.0.1" in ended.stderr
+
+
+def test_delay_waits_before_the_start(launcher: Launcher) -> None:
+    before_s = time.monotonic()
+    ended = launcher.run("-q", "-delay", "500ms", "true")
+    assert time.monotonic() - before_s > 0.5
+    assert float(re.findall(r"took (\S+)s", ended.last_line)[0]) < 0.5  # it is not the job's time

@@ -206,7 +206,9 @@ def test_a_program_that_cannot_run_says_why(tmp_path: Path, program: str, messag
         ({"builtin_config_port": -1}, "-builtin-config-port -1 is not a port"),
         ({"heartbeat_timeout_s": 0.0}, "--heartbeat-timeout 0"),
         ({"init_version": -1}, "add -w -config-server URL"),
-        ({"config_server": "http://x", "builtin_config_port": 9100}, "leave -config-server out"),
+        ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them, or the same port"),
+        ({"debug_port": 70000}, "-debug-port 70000 is not a port"),
+        ({"keep": True}, "-k keeps a watching runner alive: add -w"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:

@@ -51,8 +51,8 @@ def react(made: Supervisor, event: Event, at_s: float, *kind: type[Action]) -> l
     return kinds(made.handle(event, at_s), *kind)
 
 
-def started(*workers: Worker, watch: bool = False, alone: bool = True) -> Supervisor:
-    made = Supervisor(HERE, grace_s=10, watch=watch, alone=alone)
+def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bool = True) -> Supervisor:
+    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
     made.handle(StateChanged(view(1, *workers)), 0)
     return made
 
@@ -533,3 +533,22 @@ def test_without_its_head_a_runner_ends_by_itself() -> None:
     made.handle(RunnerGone(THERE, was_head=True), 1)
     change(made, Membership(2, over=True), 2)
     assert react(made, Exited(A, 0), 3, ExitRunner) == [ExitRunner(0)]
+
+
+def test_keep_stays_until_a_signal() -> None:
+    made = started(A, watch=True, keep=True)
+    assert kinds(made.handle(Exited(A, 0), 1), ExitRunner) == []
+    assert kinds(made.handle(StateChanged(view(2, A, B)), 2), StartWorker) == [StartWorker(B, view(2, A, B), 0)]
+    made.handle(Exited(B, 0), 3)
+    assert kinds(made.handle(Interrupted(signal.SIGTERM), 4), ExitRunner) == [ExitRunner(143)]
+
+
+def test_with_keep_the_next_job_of_a_server_starts_afresh() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, keep=True, max_restarts=100)
+    arrive(made, view(1, A), 0)
+    change(made, Membership(1, (A,)), 0)
+    change(made, Membership(2, over=True), 1)
+    assert kinds(made.handle(Exited(A, 0), 2), ExitRunner) == []
+    change(made, Membership(2), 3)
+    assert kinds(arrive(made, view(3, A), 4), StartWorker) == [StartWorker(A, view(3, A), 0)]
+    assert kinds(made.handle(Exited(A, 1), 5), ReportLoss, ReportFailure) == [ReportFailure(A, "exit code 1")]
