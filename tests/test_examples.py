@@ -144,13 +144,6 @@ def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
     assert text.startswith('"""' if path.suffix == ".py" else "# ")
 
 
-def test_the_page_names_the_test_of_each_example() -> None:
-    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
-    rows = re.findall(r"^\| \[(.+)\|$", page, re.MULTILINE)
-    assert len(rows) > 10
-    assert not [row for row in rows if not re.search(r"`tests/[\w/]+\.py::\w+`", row)]
-
-
 def test_digits_is_its_ddp_twin_on_any_number_of_workers(outputs: Outputs) -> None:
     ddp = outputs.last("ddp", alone=False)
     assert re.fullmatch(r"model \w{16}, \d\d\.\d% right", ddp)

@@ -283,6 +283,7 @@ def check_parts(config: FedConfig) -> dict[KeyPath, str]:
         ("aggregator",): lambda: make_aggregator(aggregator.kind, aggregator.options),  # type: ignore[arg-type]
         ("model",): lambda: models.check_name(config.model),
         ("data", "kind"): lambda: build.check_kind(config.data),
+        ("data", "path"): lambda: build.check_path(config.data),
     }
     return _failures(checks)
 

@@ -494,7 +494,13 @@ class Job:
                 break
             except CommError as error:
                 trainer.mark_torn(error)
-                self._rendezvous.enter_next_view()
+                try:
+                    self._rendezvous.enter_next_view()
+                except Left:
+                    if not self._member.over:
+                        raise
+                    trainer.torn = None  # another worker has passed the barrier, so all of them have the last step
+                    break
         if self._checkpointing is not None:
             self._checkpointing.flush()
         trainer.adaptation.end_job()

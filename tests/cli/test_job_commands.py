@@ -210,7 +210,7 @@ def test_without_a_server_and_jobs_there_is_nothing_to_list(pliant: Callable[...
         ("submit none.yml", "none.yml: No such file or directory"),
         ("submit --name x a.yml b.yml", "--name x for 2 files: names are unique"),
         ("submit --name a/b good.yml", "good.yml:1: name 'a/b': use up to 64 letters"),
-        ("submit conf.yml", "conf.yml:2: data_dir: images lie in a file or folder of yours: give its path"),
+        ("submit conf.yml", "conf.yml:2: data_dir: data.path is empty: images data lie in a file or folder of yours"),
         ("submit ip.yml", "ip.yml:1: job_conf is missing: add a list of keys"),
         ("submit --resume a b.yml", "--resume goes on with what was submitted: leave the file"),
         ("submit --resume a", "no job 'a': there has been none yet"),

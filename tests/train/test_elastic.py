@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,3 +118,38 @@ def _views_seen(stage: Stage, names: dict[str, Worker]) -> list[str]:
         for commit in history([actor.journal]).commits:
             ranks.setdefault(commit["view"], {})[commit["rank"]] = letters[actor.worker]
     return ["".join(found[rank] for rank in sorted(found)) for _, found in sorted(ranks.items())]
+
+
+SLOW_TO_END = """
+import time, torch, pliant
+from pliant.comm.engine import Engine
+from pliant.errors import ViewChanged
+
+job = pliant.join(replicas=2)
+net = torch.nn.Linear(2, 1)
+model, optimizer, loader = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(8, 2), batch_size=2)
+plain = Engine.barrier
+
+def late(engine, *args):
+    plain(engine, *args)
+    if engine.rank == 0:  # as on a busy machine: the news that the job is over come first
+        while not job._member.over:
+            time.sleep(0.01)
+        raise ViewChanged("the job is over")
+
+Engine.barrier = late
+for epoch in job.epochs(1):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+print("trained by", job.rank, job.step, flush=True)
+"""
+
+
+def test_a_worker_that_hears_of_the_end_before_it_has_passed_the_barrier_finishes_its_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_TO_END)
+    command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", "-w", "-np", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"trained by (\d \d)", done.stdout)) == ["0 2", "1 2"]

@@ -78,15 +78,20 @@ def _shuffle(seed: int, num_classes: int) -> Tensor:
 
 
 def check_kind(config: DataConfig) -> None:
-    """Refuse an unknown kind of data, and one without the path that it needs."""
+    """Refuse an unknown kind of data."""
     if not is_function_name(config.kind) and config.kind not in KINDS:
         raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
+
+
+def check_path(config: DataConfig) -> None:
+    """Refuse data that lie nowhere."""
     if config.kind in NEED_PATH and not config.path:
-        raise ConfigError(f"data.path is empty: {config.kind} needs its file or folder")
+        raise ConfigError(f"data.path is empty: {config.kind} data lie in a file or folder of yours, so give its path")
 
 
 def _samples(config: DataConfig) -> Pair:
     check_kind(config)
+    check_path(config)
     path = Path(config.path)
     if is_function_name(config.kind):
         return samples_from_function(config.kind, config.path)
