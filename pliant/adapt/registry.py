@@ -8,8 +8,6 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
 from pliant.adapt.policy import Policy
 from pliant.errors import ConfigError
 
@@ -22,7 +20,6 @@ NAMES: Mapping[str, str] = {
     "interference": "pliant.adapt.interference:Interference",
     "goodput": "pliant.adapt.goodput_policy:Goodput",
 }
-Unannotated = Annotated[int | float | str, Field(union_mode="left_to_right")]
 
 
 def parse(text: str) -> Policy:
@@ -49,7 +46,7 @@ def parse(text: str) -> Policy:
         elif not equals or key not in signature.parameters or key == "schedule":
             raise ConfigError(f"--policy {text}: {option!r} is no option of it: there are {_list_options(signature)}")
         else:
-            given[key] = _convert(text, key, value, hints.get(key, Unannotated))
+            given[key] = _convert(text, key, value, hints.get(key))
     if "schedule" in signature.parameters:
         given["schedule"] = schedule
     try:
@@ -98,6 +95,10 @@ def _list_options(signature: inspect.Signature) -> str:
 
 def _convert(text: str, key: str, value: str, hint: Any) -> Any:
     """Convert an option by the constructor's annotation. Without one, try int and float, then keep the text."""
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError  # 60 ms, and few jobs have options
+
+    if hint is None:
+        hint = Annotated[int | float | str, Field(union_mode="left_to_right")]
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_strings(value)
     except ValidationError:
