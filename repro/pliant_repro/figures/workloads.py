@@ -63,7 +63,7 @@ def _small_net(task: Task, _: str) -> Workload:
             nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
             nn.Flatten(), nn.Linear(64 * 16, 10),
         )  # fmt: skip
-        loading: dict[str, Any] = {"collate_fn": zoo.as_is}
+        loading: dict[str, Any] = {"collate_fn": zoo.as_is, "seed": task.seed}
     else:
         dataset = zoo.cifar10(task.data, train=True)
         images, labels = zip(*zoo.cifar10(task.data, train=False), strict=True)
