@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("pliant", "tests", "benchmarks", "examples", "scripts")
+FOLDERS = ("pliant", "repro", "tests", "benchmarks", "examples", "experimental", "scripts")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 SMALL = {"a", "an", "and", "by", "for", "in", "of", "on", "test", "tests", "the", "this", "to", "with"}
 """Words that say nothing about a file, together with those of its name."""

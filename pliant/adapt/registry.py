@@ -51,6 +51,8 @@ def parse(text: str) -> Policy:
         given["schedule"] = schedule
     try:
         return made(**given)
+    except ConfigError as error:
+        raise ConfigError(f"--policy {text}: {error}") from None
     except Exception as error:  # the user's own code
         raise ConfigError(f"--policy {text}: {type(error).__name__}: {error}") from error
 

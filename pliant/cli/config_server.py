@@ -26,7 +26,7 @@ def config_server(
     host: Annotated[str, option("-host --host", "", "Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
     port: Annotated[str, option("-port --port", "PORT", "0 picks a free one.")] = "9100",
     init: Annotated[str, option("-init --init", "FILE", "JSON of the first list of workers.")] = "",
-    ttl: Annotated[str, option("-ttl --ttl", "SECONDS", "Stop after this time; 0 means never.")] = "0",
+    ttl: Annotated[str, option("-ttl --ttl", "TIME", "Stop after this time, such as 90s; 0 means never.")] = "0",
     endpoint: Annotated[str, option("-endpoint --endpoint", "", "URL path of the list.")] = "/config",
     hosts: Annotated[str, option("-H --hosts", "HOST:SLOTS,...", "Slots that a resize may use.")] = "",
     port_range: Annotated[str, option("-port-range --port-range", "BEGIN-END", "Ports that a resize may use.")] = "",

@@ -40,7 +40,7 @@ def remote_install(
     venv: Annotated[str, option("--venv", "PATH", "Virtual environment there, made if it is missing.")] = VENV,
     python: Annotated[str, option("--python", "NAME", "Python that makes it.")] = "python3",
     spec: Annotated[
-        str, option("--spec", "SPEC", "What pip installs, such as pliant==0.1.0; default: this checkout.")
+        str, option("--spec", "SPEC", "What pip installs, such as the URL of a wheel; default: this checkout.")
     ] = "",
     pip_args: Annotated[
         str, option("--pip-args", "ARGS", "Further arguments of pip install, such as '--index-url URL'.")

@@ -87,7 +87,7 @@ class RunArguments:
     checkpoint_dir: Annotated[str, _state("--checkpoint-dir", "DIR", "Directory of checkpoints, on all hosts.")] = ""
     checkpoint_every: Annotated[str, _state("--checkpoint-every", "STEPS", "Steps between checkpoints.")] = "0"
     resume: Annotated[str, _state("--resume", "auto|PATH", "Begin with the newest checkpoint, or with this one.", completion.one_of("auto"))] = ""
-    determinism: Annotated[str, _state("--determinism", "D0|D1|D2", "Equal bits for equal workers, any workers, any machines.", completion.one_of("D0", "D1", "D2"))] = ""
+    determinism: Annotated[str, _state("--determinism", "D0|D1|D2", "D0: bits hold until workers change; D1 (default): on any like workers; D2: on unlike machines.", completion.one_of("D0", "D1", "D2"))] = ""
 
     policy: Annotated[list[str] | None, _adapt("--policy", "NAME[:K=V,...]", "Adapt by this policy, or module:Class; repeatable.", completion.policies)] = None
     monitor: Annotated[str, _adapt("--monitor", "NAME=STEPS,...", "Measure noise_scale or variance every STEPS steps.")] = ""

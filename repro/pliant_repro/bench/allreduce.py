@@ -106,7 +106,7 @@ def run(options: AllreduceOptions, args: Mapping[str, object], progress: Progres
     """Hold the contest and return its result. Everything started is gone afterwards.
 
     Raises:
-        ConfigError: the model file is damaged, or the machine's memory is too small for the model.
+        ConfigError: the model is unknown, or the machine's memory is too small for the model.
         LabError: no lab can be made here.
     """
     remarks: list[str] = []

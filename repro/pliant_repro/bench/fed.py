@@ -3,7 +3,7 @@
 `select` has three populations: nobody has taken part yet, half of the clients have, all have. The peer is the same rule one
 client after the other in plain Python, which is how Oort's published programs are written.
 
-`simulate` gives all sides the same network, samples, steps and cores. `ours` is a server and one executor for each core, as
+`simulate` gives all sides the same network, samples, steps and cores. `ours` is a coordinator and one worker for each core, as
 `pliant submit` starts them; `flower` is its Ray backend with one CPU for each client, so that it, too, uses every core; `bare`
 is one process that trains one client after the other and does nothing else.
 

@@ -83,7 +83,7 @@ def train_client(task: Task, module: nn.Module, client: int, number: int) -> flo
 
 
 def simulate_ours(config: FedConfig, rounds: int, folder: str) -> Json:
-    """Measure rounds of a server with one executor for each core."""
+    """Measure rounds of a coordinator with one worker for each core."""
     from pliant.fed.rounds.loop import FederatedLoop
     from pliant.fed.rounds.storage import JobRecorder
     from pliant.fed.workers import coordinator_with_workers
@@ -100,7 +100,7 @@ def simulate_ours(config: FedConfig, rounds: int, folder: str) -> Json:
             seconds.append(time.perf_counter() - begun_s)
             if len(done.aggregated) != config.participants:
                 raise LaunchError(f"{len(done.aggregated)} of {config.participants} clients took part in a round")
-        return {"seconds": seconds, "batching": loop.batching, "executors": cores}
+        return {"seconds": seconds, "batching": loop.batching, "workers": cores}
 
 
 def simulate_bare(config: FedConfig, rounds: int) -> Json:

@@ -1,7 +1,7 @@
 """`pliant bench priority --validate`: judge the shape, the peak and the bounds of a result against what P3 published.
 
-A result goes in, one line per check comes out. The thresholds are those of the reference's acceptance scenarios, and the
-project's own where these are stricter. The published numbers (arXiv 1905.03960) are read from vector figures to about 0.5 %.
+A result goes in, one line per check comes out. Each threshold is a constant below: a published number,
+or a stricter goal of ours. The published numbers (arXiv 1905.03960) are read from vector figures to about 0.5 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`pliant bench traffic`: a paced sender and a sink of background traffic, both bounded in time.
 
 They disturb an experiment on purpose. Traffic never leaves the machine: targets are loopback addresses or hosts of a lab
-(10.77.0.0/16), and the sink listens only there.
+(10.77.0.0/24), and the sink listens only there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import cast
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
 
-LAB_NETWORK = ipaddress.ip_network("10.77.0.0/16")
+LAB_NETWORK = ipaddress.ip_network("10.77.0.0/24")
 MAX_SECONDS = 3600.0
 MAX_CONNECTIONS = 256
 _CHUNK, _PACED_CHUNK = bytes(64 << 10), bytes(16 << 10)
