@@ -288,6 +288,6 @@ def _links(hosts: Sequence[str], able: dict[str, list[float]]) -> list[list[floa
 
 
 def _as_decided(strategy: str) -> str | tuple[int, ...]:
-    """Return the strategy as a decision holds it: a name, or the father of each rank."""
+    """Return the strategy as a decision holds it: a name, or the parent of each rank."""
     parsed = parse_strategy(strategy)
     return parsed.forest or parsed.name

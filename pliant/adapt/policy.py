@@ -163,13 +163,13 @@ class SetTopology(Decision):
 
     kind: ClassVar[str] = "set_topology"
     strategy: str | tuple[int, ...]
-    """Name of a strategy, or the father of each rank (a root names itself)."""
+    """Name of a strategy, or the parent of each rank (a root names itself)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
             return
-        if not isinstance(self.strategy, Sequence) or not all(isinstance(father, int) for father in self.strategy):
-            raise ConfigError(f"SetTopology(strategy={self.strategy!r}): use a strategy's name, or each rank's father")
+        if not isinstance(self.strategy, Sequence) or not all(isinstance(parent, int) for parent in self.strategy):
+            raise ConfigError(f"SetTopology(strategy={self.strategy!r}): use a strategy's name, or each rank's parent")
         object.__setattr__(self, "strategy", tuple(self.strategy))
 
 

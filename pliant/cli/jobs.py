@@ -286,6 +286,10 @@ def stop(
             print_for_people(f"{job.name} has ended before ({job.state})")
     foreground = [job.name for job in found if not job.is_over and not job.scheduled]
     scheduled = [job.name for job in found if not job.is_over and job.scheduled]
+    if foreground and (server or state):
+        raise ConfigError(
+            f"{', '.join(foreground)}: runs in the foreground, which is stopped on its own machine: leave --server and --state out"
+        )
     late = _stop_foreground(foreground, deadline_s, kill=kill, wait=wait)
     if scheduled:
         with ReconnectingClient(server, state, start=True) as client:
@@ -306,7 +310,10 @@ def _stop_foreground(names: list[str], deadline_s: float, *, kill: bool, wait: b
     """Tell foreground runs to end; returns those that still run at the deadline."""
     from pliant.jobs.client import open_jobs, stop_foreground
 
-    left = [name for name in names if stop_foreground(name, kill=kill)]
+    left = list(names)
+    for name in names:
+        if not stop_foreground(name, kill=kill):
+            raise ConfigError(f"{name}: no process of it runs here; `pliant forget {name}` takes it off the list")
     with show_waiting("each finishes its step"):
         while wait and left and time.monotonic() < deadline_s:
             with open_jobs() as opened:

@@ -73,7 +73,7 @@ def remote_install(
             for future in futures:
                 future.add_done_callback(lambda _: _show_done(progress, next(done), len(futures)))
             # One line per host, in the order of the list.
-            results = [_told(future.result(), venv) for future in futures]
+            results = [_print_result(future.result(), venv) for future in futures]
     if not all(results):
         raise typer.Exit(1)
 
@@ -172,7 +172,7 @@ def _show_done(progress: Callable[[str, float], None], done: int, total: int) ->
     progress(f"{done} of {total} hosts are done", done / total)
 
 
-def _told(result: _Result, venv: str) -> bool:
+def _print_result(result: _Result, venv: str) -> bool:
     if result.version:
         print(f"{result.host}: pliant {result.version} in {venv}, took {result.took_s:.1f}s", flush=True)
     else:

@@ -33,7 +33,7 @@ def report(
     ] = True,
     target: Annotated[
         str,
-        option("--target", "SHARE", "The accuracy to reach, 0.8 or 80; default: the best of whichever reached least."),
+        option("--target", "SHARE", "The accuracy to reach, 0.8 or 80; default: the best that every job reached."),
     ] = "",
     metric: Annotated[
         str, option("--metric", "", "accuracy, top_5 or loss.", completion.one_of("accuracy", "top_5", "loss"))

@@ -196,7 +196,8 @@ class RunCommand(TyperCommand):
             for name in (*param.opts, *param.secondary_opts)
             if name.startswith("-")
         }
-        flags, program = split_flags(args, has_value)
+        off = {name: param.secondary_opts[0] for param in self.params if param.secondary_opts for name in param.opts}
+        flags, program = split_flags(args, has_value, off)
         file = next((value for flag, value in pairwise(flags) if flag in ("-f", "--file")), "")
         if file and not ctx.resilient_parsing:
             job = _read_train_job(file)
@@ -207,13 +208,16 @@ class RunCommand(TyperCommand):
         return super().parse_args(ctx, [*flags, *program])
 
 
-def split_flags(arguments: Sequence[str], has_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+def split_flags(
+    arguments: Sequence[str], has_value: Mapping[str, bool], off: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """Split the arguments into options, in the spelling of `has_value`, and the program with its own arguments.
 
     `-port-range 1-9` becomes `--port-range 1-9`, `-q=true` becomes `-q`, and `-q=false` is left out.
 
     Args:
         has_value: all options, and whether each takes a value.
+        off: the options that turn others off.
     """
     rest = list(arguments)
     flags: list[str] = []
@@ -223,8 +227,7 @@ def split_flags(arguments: Sequence[str], has_value: Mapping[str, bool]) -> tupl
             name = f"-{name}"
         if equals and has_value.get(name) is False and value.lower() in ("true", "false", "1", "0"):
             is_on = value.lower() in ("true", "1")
-            off = "--no-v" if name in ("-v", "--v", "--verbose") else ""
-            flags += [name] if is_on else [off] if off else []
+            flags += [name] if is_on else [off[name]] if name in off else []
         elif equals and has_value.get(name):
             flags += [name, value]
         else:

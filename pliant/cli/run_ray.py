@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import typer
@@ -57,6 +58,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
     for param in ctx.command.params:
         if param.name in REFUSED and param.name in given:
             raise ConfigError(f"{param.opts[-1]} {REFUSED[param.name]}")
+    time.sleep(options.delay_s)
     environ = dict(os.environ)
     if not directory:
         find_command(options.program, environ.get("PATH"))  # only for its checks: the nodes have the same files

@@ -143,7 +143,7 @@ class ArtifactKeys:
 
     said: dict[str, Any] = field(default_factory=dict)
     places: dict[str, KeyPath] = field(default_factory=dict)
-    """KeyPath of each key in the file, also of keys without a value."""
+    """Path of each key in the file, including keys without a value."""
     names: dict[str, str] = field(default_factory=dict)
     """Spelling of each key in the file."""
     wrong: dict[KeyPath, str] = field(default_factory=dict)

@@ -201,7 +201,7 @@ class Comparison:
             "report": "compare",
             "metric": self.metric,
             "target": self.target,
-            "target_by": "the user" if self.is_asked else "the best of whichever reached least",
+            "target_by": "the user" if self.is_asked else "the best that every job reached",
             "runs": [run.as_json(self.metric) for run in self.runs],
         }
 

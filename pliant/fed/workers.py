@@ -157,7 +157,7 @@ def _server_address(kind: str, host: str, server_host: str, port: int) -> str:
 
 
 def _ray_host() -> str:
-    return os.environ.get("RAY_ADDRESS", "").rpartition(":")[0] or socket.gethostname()
+    return os.environ.get("RAY_ADDRESS", "").removeprefix("ray://").rpartition(":")[0] or socket.gethostname()
 
 
 def own_address_towards(host: str) -> str:
@@ -169,7 +169,7 @@ def own_address_towards(host: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"workers: {host!r} cannot be reached: {why}; `ssh {host} true` must work") from None
+        raise ConfigError(f"workers: {host!r} cannot be reached: {why}; check its name, and that `ssh {host} true` or RAY_ADDRESS works") from None
 
 
 # --- processes ---

@@ -1,7 +1,7 @@
 """The backends: this machine, and a Ray cluster. Each run is a process in a session of its own, with a keeper beside it.
 
 Runs outlive the scheduler. What is needed to find one again is in its directory: a lock that its keeper holds, what the
-keeper and the runner have written (`jobs.keeper`, `launch.state_file`), the token of its config server, the devices of its
+keeper and the runner have written (`jobs.keeper`, `launch.processes`), the token of its config server, the devices of its
 slots.
 """
 

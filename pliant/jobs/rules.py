@@ -332,7 +332,7 @@ class SchedulerState:
         """
         job = self.jobs[name]
         if not job.is_over:
-            raise NameTaken(f"{name} is running: it need not be resumed")
+            raise NameTaken(f"{name} is {job.state}: it need not be resumed")
         if job.state == FINISHED:
             raise ConfigError(f"{name} has finished: there is nothing to go on with; submit it again for a new run")
         job.losses, job.ended_s, job.exit_code = 0, None, None
@@ -347,7 +347,9 @@ class SchedulerState:
         """
         for kind, count in wanted.items():
             if kind not in self.devices:
-                raise ConfigError(f"reserve {kind}={count}: the cluster has {devices_in_words(self.devices)}")
+                raise ConfigError(
+                    f"reserve {kind}={count}: the cluster has {devices_in_words(self.devices)}; name one of these types"
+                )
             if not 0 <= count <= self.devices[kind]:
                 raise CapacityError(f"reserve {kind}={count}: use 0 to {self.devices[kind]}, which is all there are")
         self.reserved = {kind: count for kind, count in wanted.items() if count}

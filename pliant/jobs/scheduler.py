@@ -511,7 +511,9 @@ class Scheduler:
         self._unsaved += actions
         if not self._unsaved and not reserved:
             return
-        state, actions = self._state, self._unsaved
+        state = self._state
+        # A job may have been forgotten since its actions could not be saved.
+        actions = self._unsaved = [action for action in self._unsaved if action.job in state.jobs]
         for action in actions:
             if isinstance(action, StartRun):
                 self._prepare(state.jobs[action.job])

@@ -1,7 +1,7 @@
 """The schema of jobs: what a job file, the HTTP API and `pliant run -f` say about a job, as pydantic models.
 
 A job has a kind, `train` or `federated`. `read_job` reads a YAML file and reports mistakes with file and line; over the API
-the same models travel as JSON with absolute paths, and the OpenAPI source is made from them.
+the same models travel as JSON with absolute paths, and the OpenAPI description is generated from them.
 """
 
 from __future__ import annotations

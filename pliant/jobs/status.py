@@ -276,7 +276,7 @@ def _last_lines(path: Path) -> list[bytes]:
 def check_forgettable(status: JobStatus) -> None:
     """Raise ConfigError if the job has not ended."""
     if not status.is_over and status.state != "interrupted":
-        raise ConfigError(f"{status.name}: still running; `pliant stop` ends a job")
+        raise ConfigError(f"{status.name} is {status.state}: `pliant stop {status.name}` ends it first")
 
 
 # --- logs ---

@@ -393,4 +393,4 @@ def check_not_running(store: JobStore, name: str) -> None:
     job = store.job(name)
     is_alive = any(run.name == name for run in store.runs())
     if is_alive or (job is not None and job["state"] in ("waiting", "starting", "put-off")):
-        raise NameTaken(f"{name} is running: stop it first, or give another --name")
+        raise NameTaken(f"{name} is running: stop it first with `pliant stop {name}`")

@@ -1,4 +1,4 @@
-"""ClusterJobs and devices of a cluster, and the interface of scheduling policies. Pure.
+"""Jobs and devices of a cluster, and the interface of scheduling policies. Pure.
 
 The simulator and the live scheduler fill the same objects: the simulator with the work of a trace, the live scheduler
 with measured speeds.

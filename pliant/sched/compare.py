@@ -133,17 +133,17 @@ OURS = ("easyscale-heter", "easyscale-homo")
 POLLUX_NOTES = (
     "a placement is its smallest rotation; measured ones are interpolated in the batch of a device, others linearly in "
     "(nodes, devices, batch) over Delaunay triangles, whose choice among equals follows the order of the points",
-    "epochs end at whole seconds (half to even); who ends by rounding down at the second of a round has its devices in that "
-    "round still; the first round is one interval after the clock starts",
+    "epochs end at whole seconds (half to even); a job whose end is rounded down to the second of a round "
+    "still holds its devices in that round; the first round is one interval after the clock starts",
     "tiresias counts pauses as service, lets smaller jobs pass one that does not fit, and never promotes a job again",
     "optimus counts steps from the end of the present epoch, and predicts for packed nodes of four",
-    "new devices come from the node with the most free ones, the first of equals; who keeps its number keeps its place",
+    "new devices come from the node with the most free ones, the first of equals; a job that keeps its number of devices keeps its nodes",
 )
 """How details that the description of the published simulator leaves open were decided: as its program does."""
 
 RESERVED_NOTE = (
     "reserved devices are free at the next round, except where a policy never takes devices back (yarn-cs, yarn-cs-gang): "
-    "there they are when the jobs on them have ended"
+    "there they become free only when the jobs on them end"
 )
 
 

@@ -2,7 +2,7 @@
 
 Each round has three phases.
 (0) Devices that are reserved now, or guaranteed to a waiting job, are taken back from jobs that borrowed them.
-(1) ClusterJobs without devices get their smallest proposal, in the order of submission.
+(1) Jobs without devices get their smallest proposal, in the order of submission.
 (2) Running jobs propose increments. They are granted by speed-up per device, one for each job, as long as they fit; of
 equal proposals the one with more devices wins.
 Otherwise no job loses a device, except one that a faster device has left without work.

@@ -174,24 +174,24 @@ def apart(window: StepWindow) -> list[TimelineEvent]:
 
 def worker_map(timeline: JobTimeline, window: StepWindow, most_rows: int = 128) -> tuple[Options, int]:
     """Return a chart of when each worker was present and its replicas, and the number of rows; by host if there are many."""
-    device_uses = [
+    stays = [
         (name, max(begin, window.begin), min(end, window.end), count)
         for name, begin, end, count in _stays(timeline)
         if end > window.begin and begin < window.end
     ]
-    there = {name for name, *_ in device_uses}
+    there = {name for name, *_ in stays}
     names = [name for name in dict.fromkeys(name for view in timeline.views for name in view.workers) if name in there]
     if len(names) > most_rows:
-        device_uses = _by_host(device_uses)
+        stays = _by_host(stays)
         names = list(dict.fromkeys(_host(name) for name in names))[:most_rows]
     row = {name: number for number, name in enumerate(names)}
-    most = max((count for *_, count in device_uses), default=1)
+    most = max((count for *_, count in stays), default=1)
     data = [
         {
             "value": [row[name], begin, end, count],
             "itemStyle": {"color": COLOURS[0], "opacity": round(0.3 + 0.7 * count / max(1, most), 3)},
         }
-        for name, begin, end, count in device_uses
+        for name, begin, end, count in stays
         if name in row
     ]
     options = frame(False, "step", "")
@@ -265,10 +265,10 @@ def _stays(timeline: JobTimeline) -> list[tuple[str, int, int, int]]:
     return found
 
 
-def _by_host(device_uses: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+def _by_host(stays: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
     """Join the times of each host's workers that begin and end together, and add up their replicas."""
     sums: Counter[tuple[str, int, int]] = Counter()
-    for name, begin, end, count in device_uses:
+    for name, begin, end, count in stays:
         sums[_host(name), begin, end] += count
     return [(*key, count) for key, count in sums.items()]
 

@@ -120,7 +120,7 @@ def _find_records(folder: Path) -> Iterator[Path]:
 def logs_beside(record: Path) -> list[Path]:
     """Return where the logs of a job with this record may be."""
     folder = record.parent
-    return [folder / "log", *sorted(folder.glob("*.std*.log")), *sorted((folder.parent / "worker").glob("log_*"))]
+    return [folder / "log", *sorted(folder.glob("*.std*.log")), folder.parent / "worker" / "log"]
 
 
 # --- the job server or the job store ---
@@ -186,8 +186,8 @@ def _control(status: JobStatus, jobs: JobsClient | StoredJobs) -> JobControl | N
         if status.scheduled and isinstance(jobs, JobsClient):
             with JobsClient(jobs.server, timeout_s=ANSWER_S) as client:
                 client.stop(status.name)
-        else:
-            stop_foreground(status.name)
+        elif not stop_foreground(status.name):
+            raise ConfigError(f"{status.name}: no process of it runs on this machine; stop it where it was started")
         return ENDS_SOON
 
     return JobControl(stop) if isinstance(jobs, JobsClient) or not status.scheduled else None

@@ -436,7 +436,7 @@ def summary(decision: Mapping[str, Any]) -> str:
 
 
 def strategy_text(strategy: object) -> str:
-    """Return a strategy's name, or the father of each rank, as `Observation.strategy` has it."""
+    """Return a strategy's name, or the parent of each rank, as `Observation.strategy` has it."""
     if isinstance(strategy, list | tuple):
         return ",".join(map(str, strategy))
     return str(strategy or "")

@@ -65,8 +65,8 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
     roots = {place[labels[lane.root]] for lane in lanes}
     used: Counter[tuple[int, int]] = Counter()
     for lane in lanes:
-        for rank, father in lane.reduce_edges:
-            pair = place[labels[rank]], place[labels[father]]
+        for rank, parent in lane.reduce_edges:
+            pair = place[labels[rank]], place[labels[parent]]
             if pair[0] != pair[1]:
                 used[pair] += 1
     sizes = Counter(labels)
@@ -94,7 +94,7 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
 
 
 def lanes_of(strategy: str, hosts: list[str]) -> tuple[Topology, ...]:
-    """Return the topologies of a strategy, or of a list with each rank's father, such as `0,0,1`.
+    """Return the topologies of a strategy, or of a list with each rank's parent, such as `0,0,1`.
 
     Raises:
         ConfigError: there is no such strategy, or it is no tree of these workers.
@@ -102,10 +102,10 @@ def lanes_of(strategy: str, hosts: list[str]) -> tuple[Topology, ...]:
     if len(hosts) == 1:
         return (tree([0]),)
     if strategy.replace(",", "").isdecimal():
-        fathers = [int(father) for father in strategy.split(",")]
-        if len(fathers) != len(hosts):
-            raise ConfigError(f"{len(fathers)} fathers for {len(hosts)} workers")
-        return (tree(fathers),)
+        parents = [int(parent) for parent in strategy.split(",")]
+        if len(parents) != len(hosts):
+            raise ConfigError(f"{len(parents)} parents for {len(hosts)} workers")
+        return (tree(parents),)
     if len(hosts) > MOST_NODES:  # a star for each of 1000 ranks would be a million edges
         name = {"CLIQUE": "STAR", "RING": "RING", "AUTO": "MULTI_STAR"}.get(strategy.upper(), strategy)
         return topologies(name, hosts)[:MOST_NODES]

@@ -27,7 +27,7 @@ OPTIONS = {"-np": True, "--np": True, "--port-range": True, "-q": False, "-v": F
     ],
 )
 def test_kungfus_spellings_become_ours_and_the_programs_flags_stay(typed: str, read: str) -> None:
-    flags, program = split_flags(typed.split(), OPTIONS)
+    flags, program = split_flags(typed.split(), OPTIONS, {"-v": "--no-v"})
     assert flags == read.split()
     assert program == typed.split()[-len(program) :]
 

@@ -53,8 +53,8 @@ def training(steps: int = 1200, begun_s: float = 1_790_000_000.0) -> Iterator[di
         if step == 700:
             rates = [[0, 118e6, 120e6], [117e6, 0, 11.6e6], [119e6, 11.9e6, 0]]
             yield {"kind": "links", **at, "hosts": list(HOSTS), "bytes_per_s": rates}
-            fathers = {"kind": "set_topology", "strategy": [0, 0, 0, 2, 0, 4], "reason": "a link at 95 Mbit/s"}
-            yield {"kind": "decision", **at, "policy": "interference", "decision": fathers}
+            parents = {"kind": "set_topology", "strategy": [0, 0, 0, 2, 0, 4], "reason": "a link at 95 Mbit/s"}
+            yield {"kind": "decision", **at, "policy": "interference", "decision": parents}
         speed = workers * 210 * (1 + math.log2(batch / 16) / 9) * draw.gauss(1, 0.05)
         loss = 2.3 * math.exp(-step / 380) + 0.18 + draw.gauss(0, 0.05)
         figures = {"workers": workers, "batch_size": batch, "step_s": 0.4, "samples_per_s": speed, "noise_scale": noise}

@@ -50,13 +50,13 @@ def test_a_folder_of_records(tmp_path: Path) -> None:
     records.write(tmp_path / "b" / "aggregator" / "record.jsonl", records.federated(10))
     (tmp_path / "a" / "log").write_text("hello\n")
     (tmp_path / "b" / "worker").mkdir()
-    (tmp_path / "b" / "worker" / "log_1").write_text("hello\n")
+    (tmp_path / "b" / "worker" / "log").write_text("hello\n")
     watcher = Watcher([RecordSource(tmp_path)])
     watcher.poll()
     named = {job.name: job for job in watcher.known.jobs.values()}
     assert sorted(named) == ["a", "b/aggregator"]
     assert (named["a"].timeline.step, named["b/aggregator"].timeline.step) == (20, 10)
-    assert [list(job.logs) for job in named.values()] == [["log"], ["log_1"]]
+    assert [list(job.logs) for job in named.values()] == [["log"], ["worker/log"]]
     assert named["a"].state(time.time()) == "silent"
     assert named["b/aggregator"].state(time.time()) == "finished"
 

@@ -283,7 +283,7 @@ def test_a_thousand_workers_are_drawn_as_hosts() -> None:
 
 def test_a_topology_that_fits_no_crew_is_said() -> None:
     timeline = told(view(1, A, B, strategy="0,0,0"))
-    assert "3 fathers for 2 workers" in topology_graph(timeline.views[-1], None).note
+    assert "3 parents for 2 workers" in topology_graph(timeline.views[-1], None).note
     assert len(lanes_of("RING", ["a", "b", "c"])) == 3
 
 
