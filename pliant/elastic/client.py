@@ -2,12 +2,13 @@
 
 `ConfigClient` makes single requests, and raises pliant's errors where the server refuses. `ConfigFollower` and
 `ConfigSender` are what workers and runners alike use while a job runs: one hands over every new state of the cluster, the
-other delivers messages in their order and repeats them until the server answers. `HttpClient` is the base of all
+other delivers messages, and repeats them until the server answers. `HttpClient` is the base of all
 HTTP clients in pliant.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import ssl
@@ -16,8 +17,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import NoReturn, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import httpx
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 FOLLOW_HOLD_S = 25.0
 RETRY_S = 0.2
+ANSWER_S = 10.0
+"""How long an answer may take beyond the time that is given to a call."""
 _REFUSALS = {kind.__name__: kind for kind in (CapacityError, ClusterCleared, InvalidView, NotWanted, NoView)}
 """What a refusal raises, by the kind that the server says; ConfigError for any other."""
 
@@ -370,21 +373,23 @@ class ConfigFollower:
 
 
 class ConfigSender:
-    """A thread that sends messages to the config server in their order, and repeats what it did not answer.
+    """A thread that sends messages to the config server, and repeats what it did not answer.
 
-    The thread starts with `start`, or with the first message. `close` drops what was not sent.
+    Messages are sent in their order, except that one which has to be repeated goes to the end of the queue: it must not
+    keep others beyond their time. The thread starts with `start`, or with the first message. `close` drops what was not
+    sent.
     """
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
-        self._messages: queue.SimpleQueue[Callable[[ConfigClient], None]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Message[Any]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._starting = threading.Lock()
         self._client: ConfigClient | None = None
         self._thread = threading.Thread(target=self._run, name="send-config", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless it runs; raise ConfigError if the address is none."""
+        """Start the thread, unless it runs; raise ConfigError if the URL is not one of HTTP."""
         with self._starting:
             if self._client is None:
                 self._client = ConfigClient(self._url, self._token)
@@ -394,25 +399,38 @@ class ConfigSender:
         """Have `call` made with a client, from the thread; return at once.
 
         While the server is unavailable the call is repeated for `give_up_s`, and then the result is ServerUnavailable.
-        ConfigError is raised here if the address is none.
         """
+        message = _Message(call, time.monotonic() + give_up_s)
+        if self._closing.is_set():
+            message.future.set_exception(ServerUnavailable("this worker has left the job: nothing more is sent"))
+            return message.future
         self.start()
-        future: Future[T] = Future()
-        self._messages.put(lambda client: self._deliver(client, call, give_up_s, future))
-        return future
+        self._messages.put(message)
+        return message.future
+
+    def ask(self, call: Callable[[ConfigClient], T], give_up_s: float) -> T:
+        """Have `call` made, and return its result.
+
+        Raises:
+            ServerUnavailable: the server has not answered for `give_up_s`.
+        """
+        try:
+            return self.submit(call, give_up_s=give_up_s).result(timeout=give_up_s + ANSWER_S)
+        except TimeoutError:
+            raise ServerUnavailable(f"config server {self._url} has not answered for {give_up_s:g} s") from None
 
     def report(self, what: str, call: Callable[[ConfigClient], object]) -> None:
         """Send a notice, whose refusal is only logged: `what` says of whom or what it is."""
 
         def log_refusal(done: Future[object]) -> None:
-            if not done.cancelled() and (error := done.exception()) is not None:
+            if not done.cancelled() and (error := done.exception()) is not None and not self._closing.is_set():
                 log.warning("the config server does not take note that %s: %s", what, error)
 
         self.submit(call).add_done_callback(log_refusal)
 
     def close(self) -> None:
         self._closing.set()
-        self._messages.put(lambda _: None)
+        self._messages.put(_Message(lambda _: None, 0.0))
         if self._client is not None:
             self._thread.join(timeout=2)
 
@@ -420,28 +438,35 @@ class ConfigSender:
         assert self._client is not None, "the thread starts with the first message"
         with self._client as client:
             while not self._closing.is_set():
-                self._messages.get()(client)
+                self._deliver(client, self._messages.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._messages.get_nowait().future.cancel()
 
-    def _deliver(
-        self, client: ConfigClient, call: Callable[[ConfigClient], T], give_up_s: float, future: Future[T]
-    ) -> None:
-        deadline_s = time.monotonic() + give_up_s
-        has_warned = False
-        while not self._closing.is_set():
-            try:
-                result = call(client)
-            except ServerUnavailable as error:
-                if time.monotonic() >= deadline_s:
-                    future.set_exception(error)
-                    return
-                if not has_warned:
-                    log.warning("%s; trying again", error)
-                has_warned = True
-                self._closing.wait(RETRY_S)
-            except BaseException as error:  # whoever waits for the result raises it
-                future.set_exception(error)
+    def _deliver(self, client: ConfigClient, message: _Message[Any]) -> None:
+        try:
+            result = message.call(client)
+        except ServerUnavailable as error:
+            if time.monotonic() >= message.deadline_s:
+                message.future.set_exception(error)
                 return
-            else:
-                future.set_result(result)
-                return
-        future.cancel()
+            if not message.has_warned:
+                log.warning("%s; trying again", error)
+            message.has_warned = True
+            self._messages.put(message)
+            self._closing.wait(RETRY_S)
+        except BaseException as error:  # whoever waits for the result raises it
+            message.future.set_exception(error)
+        else:
+            message.future.set_result(result)
+
+
+@dataclass(slots=True)
+class _Message(Generic[T]):
+    """A call that is to be made with a client."""
+
+    call: Callable[[ConfigClient], T]
+    deadline_s: float
+    """When to give up."""
+    future: Future[T] = field(default_factory=Future)
+    has_warned: bool = False

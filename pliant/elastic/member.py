@@ -177,7 +177,7 @@ class Member:
             ServerUnavailable: the config server has not answered for `SERVER_LOST_S`.
         """
         if self.elastic:
-            self._sender.submit(lambda client: client.ready(self.me), give_up_s=SERVER_LOST_S).result()
+            self._sender.ask(lambda client: client.ready(self.me), SERVER_LOST_S)
 
     def wait_for_membership(self, after: int) -> Membership:
         """Return the newest prepared membership beyond `after`, or one that says that the job is over.
@@ -230,7 +230,7 @@ class Member:
         if not self.elastic:
             return
         try:
-            self._sender.submit(lambda client: client.finish(), give_up_s=FINISH_S).result()
+            self._sender.ask(lambda client: client.finish(), FINISH_S)
         except ServerUnavailable:
             return
         except PliantError as error:
@@ -246,7 +246,7 @@ class Member:
             raise ConfigError(
                 f"resize to {size}: this job has no config server; start it with `pliant run -w -np 1 ...`"
             )
-        self._sender.submit(lambda client: client.resize(size), give_up_s=0).result()
+        self._sender.ask(lambda client: client.resize(size), 0.0)
 
 
 @contextlib.contextmanager

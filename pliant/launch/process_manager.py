@@ -256,7 +256,9 @@ class ProcessManager:
         def check(done: Future[View]) -> None:
             error = None if done.cancelled() else done.exception()
             if error is not None:
-                self._reserved.pop(worker.port).close()
+                listener = self._reserved.pop(worker.port, None)  # None: an answer was lost, and it was started
+                if listener is not None:
+                    listener.close()
                 self._queue.post(events.NotReplaced(str(error)))
 
         self._sender.submit(lambda client: client.add_worker(worker)).add_done_callback(check)

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -494,3 +494,16 @@ def test_a_sender_repeats_what_the_server_did_not_answer_and_passes_refusals_on(
         failures = [ServerUnavailable("no")]
         with pytest.raises(ServerUnavailable):
             sender.submit(resize, give_up_s=0).result(30)
+
+
+def test_what_cannot_be_delivered_keeps_nobody_beyond_its_time_and_nothing_is_awaited_after_the_end() -> None:
+    sender = ConfigSender("http://127.0.0.1:9", "")  # nobody listens there
+    with contextlib.closing(sender):
+        sender.report("nothing is there", lambda to: to.resize(1))
+        with pytest.raises(ServerUnavailable):
+            sender.ask(lambda to: to.resize(2), 0.0)
+        waiting = sender.submit(lambda to: to.resize(3))
+    with pytest.raises(CancelledError):
+        waiting.result(30)
+    with pytest.raises(ServerUnavailable, match="has left the job"):
+        sender.ask(lambda to: to.resize(4), 60.0)
