@@ -93,7 +93,7 @@ async def read_body(request: Request) -> bytes:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes: no view needs that much")
+                    raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less")
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
@@ -234,11 +234,11 @@ def uvicorn_config(app: ASGIApp, *, tls_cert: str = "", tls_key: str = "") -> uv
         ssl_certfile=tls_cert or None,
         ssl_keyfile=tls_key or None,
     )
-    load_config(config)
+    load_certificate(config)
     return config
 
 
-def load_config(config: uvicorn.Config) -> uvicorn.Config:
+def load_certificate(config: uvicorn.Config) -> uvicorn.Config:
     """Read the certificate of `config`, and return it; raise ConfigError if the certificate cannot be used."""
     try:
         config.load()
@@ -273,7 +273,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"-host {host}: {error}; give an address of this machine, or 0.0.0.0 for all") from None
+        raise ConfigError(f"host {host}: {error}; give an address of this machine, or 0.0.0.0 for all") from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:

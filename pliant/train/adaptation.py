@@ -252,7 +252,7 @@ class Adaptation:
             **figures,
         )
 
-    # --- doing it ---
+    # --- carrying out decisions ---
 
     def _carry_out(self, name: str, decision: Decision) -> bool:
         """Carry out a decision; return whether it was possible."""

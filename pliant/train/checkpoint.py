@@ -250,9 +250,9 @@ def set_initial_state(
                 f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
                 f"that is another experiment; use replicas={loaded.num_replicas}"
             )
+        trainer.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
         state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
         notify(f"resumed from {path} at step {loaded.step}")
-        trainer.adaptation.resumed_at = loaded.step
         return
     if had_state:
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")

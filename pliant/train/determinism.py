@@ -95,9 +95,8 @@ class Fingerprint:
 
 
 def level_of(text: str) -> Level:
-    """Return the level with this name; the default, D1, for an empty one."""
-    if not text:
-        return "D1"
+    """Return the level with this name, in either case."""
+    text = text.upper()
     if text not in LEVELS:
         raise ConfigError(f"determinism level {text!r} is unknown: use one of {', '.join(LEVELS)}")
     return text

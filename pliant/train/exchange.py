@@ -67,8 +67,8 @@ class StepExchange:
             order = engine.broadcast("order", indices, self._root, priority=FIRST_PRIORITY)
         self._sent = rows, buffers, order
 
-    def receive(self, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
-        """Return everybody's messages, of which `num_figures` bytes are adaptation's; the rest is in the attributes.
+    def receive(self, known: Sequence[ReplicaContext], figures_bytes: int) -> list[StepMessage]:
+        """Return everybody's messages, of which `figures_bytes` are adaptation's; the rest is in the attributes.
 
         Raises:
             CommError: a worker is lost.
@@ -81,7 +81,7 @@ class StepExchange:
         ready_order = order.wait() if order is not None else None
         if ready_order is not None:
             self.new_order = ready_order.tolist()
-        messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, num_figures)
+        messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, figures_bytes)
         if not complete:
             contexts = self.codec.pack_contexts(self.new_contexts)
             gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY)
@@ -169,12 +169,12 @@ class StepMessageCodec:
         return torch.frombuffer(bytearray(row.ljust(len(head) + room * max(self._blocks), b"\0")), dtype=torch.uint8)
 
     def read(
-        self, rows: Sequence[bytes], new: dict[int, ReplicaContext], known: Sequence[ReplicaContext], num_figures: int
+        self, rows: Sequence[bytes], new: dict[int, ReplicaContext], known: Sequence[ReplicaContext], figures_bytes: int
     ) -> tuple[list[StepMessage], bool]:
         """Return all messages, and whether the contexts in them are complete. The contexts of other workers' replicas
         go to `new`. If they are not complete, everybody must send `pack_contexts`."""
         begin = _HEAD.size + SYNC_BYTES
-        end = begin + num_figures
+        end = begin + figures_bytes
         messages = []
         for row in rows:
             step, prepared, fits = _HEAD.unpack_from(row)

@@ -161,7 +161,9 @@ class MetricsServer(Collector):
         if self._stalls is not None:
             yield GaugeMetricFamily("pliant_stalls", "Waits that were called a stall so far.", value=self._stalls.count)
             yield GaugeMetricFamily(
-                "pliant_stalled_seconds", "How long one has lasted that is going on.", value=self._stalls.stalled_s
+                "pliant_stalled_seconds",
+                "Duration of the longest wait in progress that is called a stall, in seconds.",
+                value=self._stalls.stalled_s,
             )
 
     def _traffic(self) -> Iterator[Metric]:
@@ -171,8 +173,12 @@ class MetricsServer(Collector):
             ("egress", counters.egress_bytes if counters is not None else {}),
             ("ingress", counters.ingress_bytes if counters is not None else {}),
         ):
-            total = UnknownMetricFamily(f"{way}_total_bytes", "Payload exchanged with a peer.", labels=["peer"])
-            rate = GaugeMetricFamily(f"{way}_rate_bytes_per_sec", "The same per second, lately.", labels=["peer"])
+            total = UnknownMetricFamily(f"{way}_total_bytes", "Payload bytes exchanged with a peer.", labels=["peer"])
+            rate = GaugeMetricFamily(
+                f"{way}_rate_bytes_per_sec",
+                "Payload bytes per second exchanged with a peer, over the last second.",
+                labels=["peer"],
+            )
             for peer, num_bytes in totals.items():
                 total.add_metric([peer], num_bytes)
                 rate.add_metric([peer], self._rates[way].get(peer, 0.0))
@@ -183,15 +189,23 @@ class MetricsServer(Collector):
         for name, about, value in (
             ("pliant_step", "Steps committed.", seen.step),
             ("pliant_epoch", "The epoch.", seen.epoch),
-            ("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s),
-            ("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s),
-            ("pliant_batch_size", "Of one replica.", seen.batch_size),
-            ("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor),
-            ("pliant_workers", "How many there are.", seen.num_workers),
-            ("pliant_replicas", "How many there are.", seen.replicas),
-            ("pliant_view", "Grows with every change of the workers.", seen.view),
+            ("pliant_step_seconds", "Duration of the last step on the slowest worker, in seconds.", seen.step_s),
+            ("pliant_samples_per_second", "Samples per second of the whole job.", seen.samples_per_s),
+            ("pliant_batch_size", "Batch size of one replica.", seen.batch_size),
+            (
+                "pliant_learning_rate_factor",
+                "Factor by which policies multiply the learning rate.",
+                seen.learning_rate_factor,
+            ),
+            ("pliant_workers", "Number of workers.", seen.num_workers),
+            ("pliant_replicas", "Number of replicas.", seen.replicas),
+            ("pliant_view", "Number of the view; it grows with every change of the workers.", seen.view),
             ("pliant_noise_scale", "Gradient noise scale, in samples.", seen.noise_scale),
-            ("pliant_gradient_variance", "Between replicas, summed over variables.", seen.variance),
+            (
+                "pliant_gradient_variance",
+                "Variance of the gradients between replicas, summed over parameters.",
+                seen.variance,
+            ),
         ):
             if value is not None:
                 yield GaugeMetricFamily(name, about, value=value)

@@ -58,7 +58,7 @@ _GRACE_S = 2.0
 class LoaderPool:
     """W running loader processes."""
 
-    def __init__(self, recipe: LoaderSpec, context: BaseContext | str | None, *, pin: bool, timeout_s: float) -> None:
+    def __init__(self, spec: LoaderSpec, context: BaseContext | str | None, *, pin: bool, timeout_s: float) -> None:
         """Start the processes. `timeout_s` limits the wait for one batch; 0: forever."""
         # torch.multiprocessing has registered shared memory for tensors with the pickler of every context.
         self._context = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
@@ -68,15 +68,15 @@ class LoaderPool:
         self._results: list[socket.socket] = []
         self._pinner: _Pinner | None = None
         try:
-            for worker in range(recipe.num_workers):
-                self._start(recipe, worker)
+            for worker in range(spec.num_workers):
+                self._start(spec, worker)
             if pin:
                 self._pinner = _Pinner(self._results)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, recipe: LoaderSpec, worker: int) -> None:
+    def _start(self, spec: LoaderSpec, worker: int) -> None:
         task_reader, task_writer = self._context.Pipe(duplex=False)
         result_reader, result_writer = socket.socketpair()
         parent_ends.update((task_writer, result_reader))
@@ -87,7 +87,7 @@ class LoaderPool:
         tie = threading.current_thread() is threading.main_thread() and self._context.get_start_method() != "forkserver"
         process = self._context.Process(  # type: ignore[attr-defined]
             target=run_loader_process,
-            args=(recipe, worker, os.getpid(), tie, task_reader, result_writer),
+            args=(spec, worker, os.getpid(), tie, task_reader, result_writer),
             name=f"pliant-loader-{worker}",
             daemon=True,
         )
@@ -469,7 +469,7 @@ class ReplicaLoader:
             if not behind:
                 return
             hosted = min(behind, key=lambda hosted: (hosted.asked, hosted.turn))
-            assert hosted.base_seed is not None, "only places with a seed are behind"
+            assert hosted.base_seed is not None, "only replicas with a base seed are behind"
             if hosted.track is None:
                 hosted.track = self._open(hosted.base_seed, hosted.workers)
             self._request(hosted, hosted.track, hosted.asked)
@@ -499,9 +499,9 @@ class ReplicaLoader:
 
     def _running_pool(self) -> LoaderPool:
         if self._pool is None:
-            recipe = LoaderSpec(self._dataset, self._collate, self._options.worker_init_fn, self._options.num_workers)
+            spec = LoaderSpec(self._dataset, self._collate, self._options.worker_init_fn, self._options.num_workers)
             context, timeout_s = self._options.multiprocessing_context, self._options.timeout_s
-            self._pool = LoaderPool(recipe, context, pin=self._pin, timeout_s=timeout_s)
+            self._pool = LoaderPool(spec, context, pin=self._pin, timeout_s=timeout_s)
         return self._pool
 
     def _stop(self) -> None:

@@ -137,7 +137,7 @@ class GradientProbe:
         if self._filling is not None:
             self._filling.batch, self._filling.scale = samples, scale
 
-    # --- what is shown ---
+    # --- gradients and sums ---
 
     def add_gradient(self, index: int, flat: torch.Tensor) -> None:
         """Take a parameter's gradient of a hosted replica, divided by N: flat, in the memory order of the parameter."""
@@ -241,7 +241,7 @@ class GradientProbe:
             found.append(torch.linalg.vector_norm(tail).view(1))
         return found
 
-    # --- what is told, and learned ---
+    # --- messages between workers ---
 
     def pack_row(self) -> bytes:
         """Return what this worker has found about the last probed step that was not reported yet."""
@@ -469,7 +469,7 @@ class GradientVariance:
             start = self._offsets[index]
             self._means[begin - low : end - low].copy_(flat[begin - start : end - start])
 
-    # --- finding out ---
+    # --- evaluating the variance ---
 
     def shares(self, step: int) -> VarianceShare | None:
         """Return the result of this worker's share for that step; None if a worker was lost."""

@@ -305,7 +305,7 @@ class GradientReducer:
             if unit.missing:
                 self._unit_full(unit)
 
-    # --- what is full leaves ---
+    # --- sending full buckets ---
 
     def _bucket_full(self, bucket: Bucket) -> None:
         if self._on_device:
@@ -417,7 +417,7 @@ class GradientReducer:
             self.probe.add_sums(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
         bucket.sums = unflatten_sum(flat, bucket)
 
-    # --- what is looked at ---
+    # --- calls to the probe ---
 
     def begin_step(self, step: int) -> None:
         if self.probe is not None:

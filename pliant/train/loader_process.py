@@ -99,7 +99,7 @@ def fetch_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any], indices: l
 
 
 def run_loader_process(
-    recipe: LoaderSpec,
+    spec: LoaderSpec,
     worker: int,
     parent: int,
     tie: bool,
@@ -110,18 +110,18 @@ def run_loader_process(
     _detach(parent, tie)
     torch.set_num_threads(1)
     inbox = _MessageReader(tasks)
-    desk = _LoaderWorkers(recipe, worker)
+    workers = _LoaderWorkers(spec, worker)
     while (message := inbox.get()) is not None:
         match message:
             case OpenTrack():
-                desk.open(message)
+                workers.open(message)
             case LoadBatch() if inbox.is_wanted(message.track):
                 try:
-                    send_shared(results, _pack_batch(desk.load(message)))
+                    send_shared(results, _pack_batch(workers.load(message)))
                 except OSError:
                     return  # the parent has closed its end, or is gone
             case DropTrack():
-                desk.drop(message.track)
+                workers.drop(message.track)
 
 
 def _pack_batch(loaded: LoadedBatch) -> SharedMessage:
@@ -198,8 +198,8 @@ class _SeededWorker:
 class _LoaderWorkers:
     """The loader workers that one process stands for, by track."""
 
-    def __init__(self, recipe: LoaderSpec, worker: int) -> None:
-        self._recipe, self._worker = recipe, worker
+    def __init__(self, spec: LoaderSpec, worker: int) -> None:
+        self._spec, self._worker = spec, worker
         self._states: dict[int, RngState] = {}
         self._seeds: dict[int, int] = {}
         self._beginnings: dict[int, _SeededWorker] = {}
@@ -223,9 +223,9 @@ class _LoaderWorkers:
         torch.manual_seed(seed)
         np.random.seed(torch_worker._generate_state(base_seed, self._worker))  # type: ignore[no-untyped-call]
         failure = None
-        if self._recipe.worker_init_fn is not None:
+        if self._spec.worker_init_fn is not None:
             try:
-                self._recipe.worker_init_fn(self._worker)
+                self._spec.worker_init_fn(self._worker)
             except Exception:
                 failure = wrap_exception(f"in worker_init_fn of loader process {self._worker}")
         return _SeededWorker(capture_rng(), failure)
@@ -237,7 +237,7 @@ class _LoaderWorkers:
         data: Any = self._beginnings[self._seeds[track]].failure
         if data is None:
             try:
-                data = fetch_batch(self._recipe.dataset, self._recipe.collate_fn, message.indices)
+                data = fetch_batch(self._spec.dataset, self._spec.collate_fn, message.indices)
             except Exception:
                 data = wrap_exception(f"in loader process {self._worker}")
         state = self._states[track] = capture_rng()
@@ -251,9 +251,9 @@ class _LoaderWorkers:
         """Make `torch.utils.data.get_worker_info` describe the loader worker of this track."""
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=self._worker,
-            num_workers=self._recipe.num_workers,
+            num_workers=self._spec.num_workers,
             seed=self._seeds[track] + self._worker,
-            dataset=self._recipe.dataset,
+            dataset=self._spec.dataset,
         )
 
 
@@ -281,19 +281,19 @@ def pack_shared(thing: Any) -> SharedMessage:
     return SharedMessage(buffer.getvalue(), pickler.storages)
 
 
-def send_shared(to: socket.socket, parcel: SharedMessage) -> None:
+def send_shared(to: socket.socket, message: SharedMessage) -> None:
     """Send it; raises OSError if nobody receives."""
     descriptors = []
     sizes = []
-    for storage in parcel.storages:
+    for storage in message.storages:
         descriptor, size = storage._share_fd_cpu_()
         descriptors.append(descriptor)  # the storage's own; it is closed with it
         sizes.append(size)
-    to.sendall(_HEADER.pack(len(parcel.data), len(sizes)))
+    to.sendall(_HEADER.pack(len(message.data), len(sizes)))
     for first in range(0, len(descriptors), _MAX_DESCRIPTORS):
         # At least one byte is needed to carry descriptors.
         socket.send_fds(to, [b"\0"], descriptors[first : first + _MAX_DESCRIPTORS])
-    to.sendall(struct.pack(f"<{len(sizes)}Q", *sizes) + parcel.data)
+    to.sendall(struct.pack(f"<{len(sizes)}Q", *sizes) + message.data)
 
 
 def receive_shared(source: socket.socket) -> Any:

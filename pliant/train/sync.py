@@ -45,8 +45,8 @@ SIGNIFICANT = 0.2
 """A rate that differs by this fraction from the tuned one is worth a change."""
 USEFUL_R = 0.6
 USELESS_R = 0.5
-"""`auto` turns priority on when T/C reaches USEFUL_R, and off below USELESS_R. Below 0.66 the sums of all layers but
-the first can be done before backward is, so there is nothing to win (reference: F:B = 1:2).
+"""`auto` turns priority on when T/C, the time on the wire over the time of compute, reaches USEFUL_R, and off below USELESS_R. Below 0.66 the sums of all layers but
+the first can be done before backward is, so there is nothing to win (assuming that backward takes twice as long as forward).
 """
 CONFIRMING_STEPS = 3
 """After this many steps without a limit by the network, its rate counts as unknown."""
@@ -214,7 +214,7 @@ class SyncTuner:
         if self.config != old and old.mode != "fifo" and self._decides:
             self._notify(
                 f"sync: slice {old.slice_bytes >> 10} -> {slice_bytes >> 10} KiB, in flight {old.in_flight_bytes >> 10} -> "
-                f"{in_flight >> 10} KiB, at an estimated {self.rate * 8e-6:.0f} Mbit/s (T/C = {self.r:.2f})"
+                f"{in_flight >> 10} KiB, at an estimated {self.rate * 8e-6:.0f} Mbit/s (sending takes {self.r:.2f} of the compute time)"
             )
 
     def _choose_mode(self) -> None:
@@ -222,12 +222,12 @@ class SyncTuner:
         if mode == "fifo" and self.r >= USEFUL_R:
             mode = "priority"
             self._notify_once(
-                f"sync: priority from now on: T/C = {self.r:.2f} at an estimated {self.rate * 8e-6:.0f} Mbit/s"
+                f"sync: priority from now on: sending takes {self.r:.2f} of the compute time at an estimated {self.rate * 8e-6:.0f} Mbit/s"
             )
         elif self.r < USELESS_R:
             mode = "fifo"
             self._notify_once(
-                f"sync: priority would not help here: T/C = {self.r:.2f} (it begins to at about 0.66); using fifo"
+                f"sync: priority would not help here: sending takes {self.r:.2f} of the compute time (it helps from about 0.66 on); using fifo"
             )
         self.config = replace(self.config, mode=mode)
 

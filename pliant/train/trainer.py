@@ -150,7 +150,7 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one worker does for all."""
+        """Whether this worker has rank 0: it writes checkpoints, and requests scheduled resizes for the whole job."""
         return self.engine is None or self.engine.rank == 0
 
     def _current_engine(self) -> Engine:

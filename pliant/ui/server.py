@@ -24,7 +24,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pliant.elastic.http_server import listening, load_config, serve_until_signalled
+from pliant.elastic.http_server import listening, load_certificate, serve_until_signalled
 from pliant.errors import ConfigError
 from pliant.ui.jobs import Watcher
 
@@ -170,7 +170,7 @@ def _settings(config: DashConfig, app: PageGate) -> uvicorn.Config:
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
     )
-    return load_config(settings)
+    return load_certificate(settings)
 
 
 def application(config: DashConfig, watcher: Watcher) -> PageGate:

@@ -91,7 +91,7 @@ def test_fingerprint_survives_json() -> None:
 
 
 def test_levels() -> None:
-    assert [level_of(text) for text in ("", "D0", "D1", "D2")] == ["D1", "D0", "D1", "D2"]
+    assert [level_of(text) for text in ("D0", "d1", "D2")] == ["D0", "D1", "D2"]
     with pytest.raises(ConfigError, match="'D3'"):
         level_of("D3")
 

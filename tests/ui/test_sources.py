@@ -56,7 +56,7 @@ def test_a_folder_of_records(tmp_path: Path) -> None:
     named = {job.name: job for job in watcher.known.jobs.values()}
     assert sorted(named) == ["a", "b/aggregator"]
     assert (named["a"].timeline.step, named["b/aggregator"].timeline.step) == (20, 10)
-    assert [list(job.logs) for job in named.values()] == [["log"], ["worker/log"]]
+    assert [list(job.logs) for job in named.values()] == [["log"], ["log"]]
     assert named["a"].state(time.time()) == "silent"
     assert named["b/aggregator"].state(time.time()) == "finished"
 
