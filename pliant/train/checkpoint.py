@@ -75,6 +75,9 @@ class CheckpointWriter:
     def _write(self, path: Path, image: CheckpointImage) -> None:
         try:
             image.write(path)
+        except CheckpointError as error:
+            self._notify(f"{error}. Training goes on; the next save tries again")
+            return
         except OSError as error:
             self._notify(f"{_failure(path, image.nbytes, error)}. Training goes on; the next save tries again")
             return

@@ -8,7 +8,6 @@ the replicas are tensors of bytes. `checkpoint` decides which files there are an
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -271,7 +270,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     """Make a folder beside `path` for a file that is being written. A lock beside it shows that its writer is alive."""
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     lock = folder.with_name(f"{folder.name}.lock")
-    with hold_lock(lock, BlockingIOError(errno.EAGAIN, f"{lock} is held by another writer"), wait_s=10.0):
+    with hold_lock(lock, CheckpointError(f"{lock} is held by another writer"), wait_s=10.0):
         folder.mkdir()
         try:
             yield folder
