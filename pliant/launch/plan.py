@@ -396,9 +396,18 @@ def _pins(machine: Machine) -> dict[str, str]:
     }
 
 
+MOST_PER_CPU = 64
+"""Without -H, more workers than this for each processor are taken for a mistake."""
+
+
 def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[Host, ...]:
     """Return the hosts of a job without -H: this machine alone, with a slot for each worker."""
     address = asked or (nic_addresses(options.nic, machine.nics)[0] if options.nic else LOOPBACK)
+    if options.np > MOST_PER_CPU * machine.num_cpus:
+        raise CapacityError(
+            f"-np {options.np}: so many workers would bring a machine with {machine.num_cpus} processors to a halt; use "
+            f"fewer, or insist with -H {address}:{options.np}"
+        )
     # How many a watched job will be asked to have is not known; only its ports are.
     most = len(options.port_range) if options.watch else machine.num_cpus
     return (Host(address, max(most, options.np)),)

@@ -214,3 +214,9 @@ def test_a_program_that_cannot_run_says_why(tmp_path: Path, program: str, messag
 def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(**options)
+
+
+def test_far_more_workers_than_processors_are_taken_for_a_mistake_unless_slots_are_named() -> None:
+    with pytest.raises(CapacityError, match="-np 1000: so many workers .* -H 127.0.0.1:1000"):
+        plan(np=1000)
+    assert plan(np=1000, hosts=hosts("127.0.0.1:1000")).num_local == 1000
