@@ -278,7 +278,8 @@ class Contender:
                 process.wait(END_TIMEOUT_S if grace_s else 0.5)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(END_TIMEOUT_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel ends it later; the cause matters more
+                    process.wait(END_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self

@@ -312,7 +312,11 @@ def pins() -> dict[str, str]:
 def environment(threads: int = 1, *, pinned: bool = False) -> dict[str, str]:
     """Return the caller's environment without what another job, or another choice of kernels, has left in it."""
     pinning = pins()
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("PLIANT_") and key not in pinning}
+    ours = {
+        key: value
+        for key, value in os.environ.items()
+        if (key == "PLIANT_HOME" or not key.startswith("PLIANT_")) and key not in pinning
+    }
     path = os.pathsep.join(filter(None, [str(PROGRAM.parents[2]), ours.get("PYTHONPATH", "")]))
     return ours | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)} | (pinning if pinned else {})
 
