@@ -450,7 +450,7 @@ def test_a_rigid_job_is_put_off_as_a_whole_and_comes_back(world: World) -> None:
 
 def test_a_stopped_job_is_resumed_and_a_finished_one_is_not(world: World) -> None:
     world.submit("a")
-    with pytest.raises(NameTaken, match="a is running"):
+    with pytest.raises(NameTaken, match="a is starting: it need not be resumed"):
         world.state.resume("a", world.now_s)
     world.do(world.state.stop("a", world.now_s))
     world.end("a", 0)

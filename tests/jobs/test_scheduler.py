@@ -145,7 +145,7 @@ def test_a_federated_job_is_scheduled_stopped_resumed_and_forgotten_like_any_oth
         until(lambda: state_of(scheduler, "fed") == "finished")
         assert scheduler.submit(job).state == "starting", "an ended federated job gives its name to the next one"
         assert backend.runs["fed"].run.folder != run.run.folder
-        with pytest.raises(ConfigError, match="still running"):
+        with pytest.raises(ConfigError, match="fed is starting: `pliant stop fed` ends it first"):
             scheduler.forget("fed")
         scheduler.stop("fed", kill=True)
         until(lambda: state_of(scheduler, "fed") == "stopped")
