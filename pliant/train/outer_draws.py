@@ -1,0 +1,218 @@
+"""Random numbers drawn outside of turns move the generators of every replica as they would move those of every DDP rank.
+
+Code in the outer body of a step, or between epochs, runs once on a worker, with the generators of one hosted replica. A
+DDP program runs it on each of N ranks, and there each rank's own generators move. So the numbers that were drawn are
+counted, and the generators of all other replicas are moved as far.
+
+Torch's CPU generator, Python's and NumPy's are all Mersenne twisters: what was drawn is a number of 32-bit words, found by
+running the twister from the state before until it is in the state after. This is exact for functions that draw a fixed
+number of words, as all of torch's do; some functions of Python and NumPy (`shuffle`, `randint`) draw again when a number
+does not fit, which depends on the numbers. A CUDA generator counts its numbers itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pliant.train.context import RngState
+
+SEARCHES = (1 << 20, 1 << 28)
+"""How many words to search, about 5 ns each. If more lie between two states, the program has set the second one."""
+_WORDS = 624
+_KEY_BYTES = _WORDS * 4
+_CHUNK_BLOCKS = 1024
+_NORMAL_WORDS = 4
+"""A pair of normal deviates takes two doubles of two words each. Torch keeps the second one for its next small draw."""
+_MAX_NORMAL_SEARCH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Twister:
+    """A Mersenne twister: its words, and how many of them were given out."""
+
+    key: bytes
+    position: int
+
+    def advanced(self, words: int) -> Twister:
+        generator = self._generator()
+        if words:
+            generator.random_raw(words, output=False)
+        state = generator.state["state"]
+        return Twister(state["key"].astype("<u4").tobytes(), int(state["pos"]))
+
+    def words_until(self, later: Twister, limit: int = SEARCHES[-1]) -> int | None:
+        """Return how many words were given out between the two states; None if that is more than about `limit`."""
+        if self.key == later.key:
+            return later.position - self.position if later.position >= self.position else None
+        ahead = _WORDS - self.position
+        generator = self.advanced(ahead)._generator()
+        first, second = (_temper(word) for word in np.frombuffer(later.key, dtype="<u4", count=2))
+        blocks = 0
+        while blocks * _WORDS < limit:
+            chunk = min(_CHUNK_BLOCKS, max(1, blocks))
+            drawn = generator.random_raw(chunk * _WORDS).reshape(chunk, _WORDS)
+            for found in np.flatnonzero((drawn[:, 0] == first) & (drawn[:, 1] == second)):
+                words = ahead + (blocks + int(found)) * _WORDS + later.position
+                if self.advanced(words) == later:
+                    return words
+            blocks += chunk
+        return None
+
+    def _generator(self) -> np.random.MT19937:
+        generator = np.random.MT19937(0)
+        key = np.frombuffer(self.key, dtype="<u4").astype(np.uint32)
+        generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": self.position}}
+        return generator
+
+
+def _temper(word: int) -> int:
+    """Return the number that the twister gives out for this word of its state."""
+    value = int(word)
+    value ^= value >> 11
+    value ^= (value << 7) & 0x9D2C5680
+    value ^= (value << 15) & 0xEFC60000
+    return value ^ (value >> 18)
+
+
+def moved(state: RngState, before: RngState, after: RngState) -> RngState:
+    """Return `state`, moved as far as the draws between `before` and `after` have moved another replica's generators.
+
+    Where the program has seeded a generator between the two, every replica takes the state after, as every rank would.
+    """
+    return RngState(
+        python=(
+            _moved_words(state.python[0], before.python[0], after.python[0]),
+            _kept(state.python[1], after.python[1]),
+        ),
+        numpy=_moved_numpy(state.numpy, before.numpy, after.numpy),
+        torch=_moved_torch(state.torch, before.torch, after.torch),
+        cuda=_moved_cuda(state.cuda, before.cuda, after.cuda),
+    )
+
+
+def _kept(own: float | None, after: float | None) -> float | None:
+    """A kept normal deviate is used up with the other replica's; a new one cannot be known, and stays as it is."""
+    return own if after is not None else None
+
+
+def _moved_words(own: bytes, before: bytes, after: bytes) -> bytes:
+    if before == after:
+        return own
+    words = _twister(before).words_until(_twister(after))
+    if words is None:
+        return after
+    moved = _twister(own).advanced(words)
+    return moved.key + struct.pack("<i", moved.position)
+
+
+def _twister(words: bytes) -> Twister:
+    return Twister(words[:_KEY_BYTES], struct.unpack_from("<i", words, _KEY_BYTES)[0])
+
+
+def _moved_numpy(
+    own: tuple[bytes, bool, float], before: tuple[bytes, bool, float], after: tuple[bytes, bool, float]
+) -> tuple[bytes, bool, float]:
+    return _moved_words(own[0], before[0], after[0]), own[1] and after[1], own[2] if after[1] else 0.0
+
+
+# --- torch ---
+
+
+_HEAD = struct.Struct("<QiiQ")
+"""The seed, how many words are left before the next twist (plus one), whether it is seeded, the next word."""
+_NORMAL = struct.Struct("<dddi")
+"""Unused, the kept normal deviate, unused, whether there is one."""
+_NORMAL_AT = _HEAD.size + _WORDS * 8
+
+
+def _moved_torch(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    if torch.equal(before, after):
+        return own
+    begin = _read_torch(before)
+    words = _drawn(before, after)
+    if words is None:
+        return after
+    kept = _normal(after)
+    if kept is None or kept == _normal(before):
+        result = _write_torch(own, _read_torch(own).advanced(words))
+        return result if kept is not None else _with_normal(result, None)
+    for back in range(_NORMAL_WORDS, min(words, _MAX_NORMAL_SEARCH) + 1):
+        # The pair whose second half is kept was drawn `back` words before the end.
+        if _normal(_draw_normal(before, begin.advanced(words - back))) == kept:
+            drawn = _draw_normal(own, _read_torch(own).advanced(words - back))
+            return _write_torch(drawn, _read_torch(drawn).advanced(back - _NORMAL_WORDS))
+    return _with_normal(_write_torch(own, _read_torch(own).advanced(words)), None)
+
+
+def _drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
+    """Return how many words were drawn; None if the generator was seeded, perhaps with its old seed."""
+    seed = _HEAD.unpack_from(before.numpy())[0]
+    if seed != _HEAD.unpack_from(after.numpy())[0]:
+        return None
+    begin, end = _read_torch(before), _read_torch(after)
+    anew = _read_torch(torch.Generator().manual_seed(seed).get_state())
+    for limit in SEARCHES:
+        words = begin.words_until(end, limit)
+        if words is not None or anew.words_until(end, limit) is not None:
+            return words
+    return None
+
+
+def _draw_normal(form: torch.Tensor, at: Twister) -> torch.Tensor:
+    """Return the state after one normal deviate was drawn at this place."""
+    generator = torch.Generator()
+    generator.set_state(_with_normal(_write_torch(form, at), None))
+    torch.randn(1, generator=generator)
+    return generator.get_state()
+
+
+def _read_torch(state: torch.Tensor) -> Twister:
+    data = state.numpy()
+    _, left, _, _ = _HEAD.unpack_from(data)
+    words = data[_HEAD.size : _NORMAL_AT].view("<u8").astype("<u4")
+    return Twister(words.tobytes(), _WORDS + 1 - left)
+
+
+def _write_torch(form: torch.Tensor, twister: Twister) -> torch.Tensor:
+    """Return the state `form` with other words."""
+    result = form.clone()
+    data = result.numpy()
+    seed, _, seeded, _ = _HEAD.unpack_from(data)
+    _HEAD.pack_into(data, 0, seed, _WORDS + 1 - twister.position, seeded, twister.position)
+    data[_HEAD.size : _NORMAL_AT].view("<u8")[:] = np.frombuffer(twister.key, dtype="<u4")
+    return result
+
+
+def _normal(state: torch.Tensor) -> float | None:
+    _, value, _, valid = _NORMAL.unpack_from(state.numpy(), _NORMAL_AT)
+    return value if valid else None
+
+
+def _with_normal(state: torch.Tensor, value: float | None) -> torch.Tensor:
+    result = state.clone()
+    _NORMAL.pack_into(result.numpy(), _NORMAL_AT, 0.0, value or 0.0, 0.0, value is not None)
+    return result
+
+
+# --- CUDA ---
+
+
+_CUDA = struct.Struct("<QQ")
+"""The seed, and how many numbers were drawn."""
+
+
+def _moved_cuda(
+    own: torch.Tensor | None, before: torch.Tensor | None, after: torch.Tensor | None
+) -> torch.Tensor | None:
+    if own is None or before is None or after is None or torch.equal(before, after):
+        return own
+    seed, begin = _CUDA.unpack(before.numpy().tobytes())
+    new_seed, end = _CUDA.unpack(after.numpy().tobytes())
+    if seed != new_seed or end < begin:
+        return after
+    own_seed, offset = _CUDA.unpack(own.numpy().tobytes())
+    return torch.frombuffer(bytearray(_CUDA.pack(own_seed, offset + end - begin)), dtype=torch.uint8)
