@@ -12,6 +12,7 @@ does not fit, which depends on the numbers. A CUDA generator counts its numbers 
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -78,45 +79,57 @@ def _temper(word: int) -> int:
     return value ^ (value >> 18)
 
 
-def moved(state: RngState, before: RngState, after: RngState) -> RngState:
-    """Return `state`, moved as far as the draws between `before` and `after` have moved another replica's generators.
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What was drawn between two states of the generators."""
 
-    Where the program has seeded a generator between the two, every replica takes the state after, as every rank would.
-    """
-    return RngState(
-        python=(
-            _moved_words(state.python[0], before.python[0], after.python[0]),
-            _kept(state.python[1], after.python[1]),
-        ),
-        numpy=_moved_numpy(state.numpy, before.numpy, after.numpy),
-        torch=_moved_torch(state.torch, before.torch, after.torch),
-        cuda=_moved_cuda(state.cuda, before.cuda, after.cuda),
-    )
+    before: RngState
+    after: RngState
 
+    @classmethod
+    def between(cls, before: RngState, after: RngState) -> Draws | None:
+        """Return what was drawn; None if nothing was."""
+        return None if before == after else cls(before, after)
 
-def _kept(own: float | None, after: float | None) -> float | None:
-    """A kept normal deviate is used up with the other replica's; a new one cannot be known, and stays as it is."""
-    return own if after is not None else None
+    def apply(self, state: RngState) -> RngState:
+        """Return `state`, moved as far as these draws have moved another replica's generators.
+
+        Where the program has seeded a generator, every replica takes the state after, as every rank would.
+        """
+        before, after = self.before, self.after
+        return RngState(
+            python=(
+                _moved_words(state.python[0], before.python[0], after.python[0]),
+                state.python[1] if after.python[1] is not None else None,
+            ),
+            numpy=(
+                _moved_words(state.numpy[0], before.numpy[0], after.numpy[0]),
+                state.numpy[1] and after.numpy[1],
+                state.numpy[2] if after.numpy[1] else 0.0,
+            ),
+            torch=_moved_torch(state.torch, before.torch, after.torch),
+            cuda=_moved_cuda(state.cuda, before.cuda, after.cuda),
+        )
 
 
 def _moved_words(own: bytes, before: bytes, after: bytes) -> bytes:
     if before == after:
         return own
-    words = _twister(before).words_until(_twister(after))
+    words = _words_between(before, after)
     if words is None:
         return after
     moved = _twister(own).advanced(words)
     return moved.key + struct.pack("<i", moved.position)
 
 
+@functools.lru_cache(maxsize=4)
+def _words_between(before: bytes, after: bytes) -> int | None:
+    """Return how many words lie between two states. It is remembered: all replicas of a worker ask for the same."""
+    return _twister(before).words_until(_twister(after))
+
+
 def _twister(words: bytes) -> Twister:
     return Twister(words[:_KEY_BYTES], struct.unpack_from("<i", words, _KEY_BYTES)[0])
-
-
-def _moved_numpy(
-    own: tuple[bytes, bool, float], before: tuple[bytes, bool, float], after: tuple[bytes, bool, float]
-) -> tuple[bytes, bool, float]:
-    return _moved_words(own[0], before[0], after[0]), own[1] and after[1], own[2] if after[1] else 0.0
 
 
 # --- torch ---
@@ -133,7 +146,7 @@ def _moved_torch(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -
     if torch.equal(before, after):
         return own
     begin = _read_torch(before)
-    words = _drawn(before, after)
+    words = _drawn(before.numpy().tobytes(), after.numpy().tobytes())
     if words is None:
         return after
     kept = _normal(after)
@@ -148,12 +161,13 @@ def _moved_torch(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -
     return _with_normal(_write_torch(own, _read_torch(own).advanced(words)), None)
 
 
-def _drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
+@functools.lru_cache(maxsize=4)
+def _drawn(before: bytes, after: bytes) -> int | None:
     """Return how many words were drawn; None if the generator was seeded, perhaps with its old seed."""
-    seed = _HEAD.unpack_from(before.numpy())[0]
-    if seed != _HEAD.unpack_from(after.numpy())[0]:
+    seed = _HEAD.unpack_from(before)[0]
+    if seed != _HEAD.unpack_from(after)[0]:
         return None
-    begin, end = _read_torch(before), _read_torch(after)
+    begin, end = (_read_torch(torch.frombuffer(bytearray(each), dtype=torch.uint8)) for each in (before, after))
     anew = _read_torch(torch.Generator().manual_seed(seed).get_state())
     for limit in SEARCHES:
         words = begin.words_until(end, limit)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pliant.train.context import capture_rng, restore_rng, seeded_rng
-from pliant.train.outer_draws import moved
+from pliant.train.outer_draws import Draws
 
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
@@ -55,7 +55,9 @@ def test_another_replica_is_moved_as_if_it_had_drawn_too(name: str, warm_up: str
         DRAWS[name]()
         states.append((before, capture_rng()))
     (before, after), (other, expected) = states
-    result = moved(other, before, after)
+    draws = Draws.between(before, after)
+    assert (draws is None) == (name == "nothing")
+    result = draws.apply(other) if draws is not None else other
     assert result.torch.equal(expected.torch)
     assert (result.python, result.numpy) == (expected.python, expected.numpy)
     restore_rng(result)
@@ -75,4 +77,4 @@ def test_a_new_seed_is_every_replicas_seed_even_if_it_is_the_old_one(seed: int) 
     torch.manual_seed(seed)
     torch.rand(10)
     after = capture_rng()
-    assert moved(seeded_rng(2), before, after).torch.equal(after.torch)
+    assert Draws(before, after).apply(seeded_rng(2)).torch.equal(after.torch)
