@@ -68,7 +68,10 @@ def sim(
     ] = "",
     seed: Annotated[int, option("--seed", "", "Seed for what a trace leaves open, and for synthetic traces.")] = 0,
     speed: Annotated[
-        str, option("--speed", "TYPE=S,...", "Replica-steps per second of device types without a built-in speed.", hidden=True)
+        str,
+        option(
+            "--speed", "TYPE=S,...", "Replica-steps per second of device types without a built-in speed.", hidden=True
+        ),
     ] = "",
     limit: Annotated[int, option("--limit", "", "Only the first jobs; 0: all.", hidden=True)] = 0,
     restart: Annotated[

@@ -54,6 +54,7 @@ class Member:
         self._spec = spec
         self._changed = threading.Condition()
         self._latest = Membership()
+        self._wanted: tuple[Worker, ...] = ()
         self._prepared: dict[int, Membership] = {}
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
@@ -71,6 +72,11 @@ class Member:
     def over(self) -> bool:
         """Whether the job has ended."""
         return self._latest.over
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this worker shall take part, now or later."""
+        return self.me in self._wanted
 
     @property
     def entered(self) -> int:
@@ -121,7 +127,7 @@ class Member:
         with self._changed:
             if membership.number < self._latest.number:
                 return
-            self._latest = membership
+            self._latest, self._wanted = membership, snapshot.wanted.workers
             # Once a worker was lost, the others have left, or will leave, the view that this worker is in. Waiting for
             # them there would be in vain.
             if self._entered >= 0 and not self._closing:

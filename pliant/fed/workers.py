@@ -169,7 +169,9 @@ def own_address_towards(host: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"workers: {host!r} cannot be reached: {why}; check its name, and that `ssh {host} true` or RAY_ADDRESS works") from None
+        raise ConfigError(
+            f"workers: {host!r} cannot be reached: {why}; check its name, and that `ssh {host} true` or RAY_ADDRESS works"
+        ) from None
 
 
 # --- processes ---

@@ -27,8 +27,9 @@ from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec
 
 if TYPE_CHECKING:
+    from pliant.train.events import Progress
     from pliant.train.gradient_probe import GradientProbe
-    from pliant.train.trainer import Trainer
+    from pliant.train.replicas import Replicas
 
 
 class Adaptation:
@@ -37,14 +38,15 @@ class Adaptation:
     def __init__(
         self,
         settings: AdaptationSettings,
-        trainer: Trainer,
-        batch_size: int,
+        progress: Progress,
+        replicas: Replicas,
         monitor: GradientProbe | None,
+        request_workers: Callable[[int], None],
         notify: Callable[[str], None],
     ) -> None:
         self.is_active = settings.is_active
         self.policies, self.monitor = settings.policies, monitor
-        self.batch_size, self.learning_rate_factor = batch_size, 1.0
+        self.batch_size, self.learning_rate_factor = replicas.loading.batch_size, 1.0
         """`wrapping` applies the factor whenever an optimizer steps."""
         self.observation: Observation | None = None
         """The job after the last step."""
@@ -58,7 +60,8 @@ class Adaptation:
         """Values that the program has reported in the step in progress."""
         self.last_values: dict[str, float] = {}
         """Values that it has reported in the last committed step."""
-        self._trainer, self._notify = trainer, notify
+        self._progress, self._replicas = progress, replicas
+        self._request_workers, self._notify = request_workers, notify
         self._replayed = settings.replayed
         self._record_path = settings.record
         self._recorder: record.Recorder | None = None
@@ -142,7 +145,7 @@ class Adaptation:
     @property
     def has_decided(self) -> bool:
         """Whether decisions are carried out at the end of the step in progress. Its sums must all have arrived before."""
-        return bool(self._agreed) or self._trainer.progress.step + 1 in (self._replayed or ())
+        return bool(self._agreed) or self._progress.step + 1 in (self._replayed or ())
 
     def record_timing(self, compute_s: float) -> None:
         """Record how long the step took here, and what it sent."""
@@ -173,7 +176,7 @@ class Adaptation:
         self._pending = []  # the first worker's have been sent; those of others do not count
         if self._replayed is not None:
             agreed = [each for each in agreed if not each[1].is_maths]
-            agreed += [("replay", decision) for decision in self._replayed.get(self._trainer.progress.step, ())]
+            agreed += [("replay", decision) for decision in self._replayed.get(self._progress.step, ())]
         # What needs no other worker comes first: a worker lost in the rest must not leave the others with different
         # settings.
         refused = set()
@@ -190,7 +193,7 @@ class Adaptation:
         self._record_step(seen)
         for listener in self.listeners:
             listener(seen, self._engine.rank)
-        epoch_over = self._trainer.replicas.batches_left(seen.epoch) <= 0
+        epoch_over = self._replicas.batches_left(seen.epoch) <= 0
         decided = self.policies.ask("after_step", seen)
         self._decide(decided + self.policies.ask("after_epoch" if epoch_over else "before_step", seen))
 
@@ -206,7 +209,7 @@ class Adaptation:
         if self.resumed_at is not None:  # later steps in the record have been undone
             self._record_if_first("resumed")
             self.resumed_at = None
-        if self._asked["epoch"] == self._trainer.progress.epoch:
+        if self._asked["epoch"] == self._progress.epoch:
             return
         seen = self._observe()
         if not self._asked["train"]:
@@ -235,7 +238,7 @@ class Adaptation:
 
     def _observe(self, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
-        strategy, progress, replicas = self._engine.strategy, self._trainer.progress, self._trainer.replicas
+        strategy, progress, replicas = self._engine.strategy, self._progress, self._replicas
         return Observation(
             step=progress.step,
             epoch=progress.epoch,
@@ -256,7 +259,7 @@ class Adaptation:
 
     def _carry_out(self, name: str, decision: Decision) -> bool:
         """Carry out a decision; return whether it was possible."""
-        step = self._trainer.progress.step
+        step = self._progress.step
         try:
             self._apply(decision)
         except ConfigError as error:
@@ -272,7 +275,7 @@ class Adaptation:
     def _apply(self, decision: Decision) -> None:
         match decision:
             case adapt.SetBatchSize():
-                self._trainer.set_batch_size(decision.size)
+                self._replicas.set_batch_size(decision.size, self._progress.epoch)
                 self.batch_size = decision.size
             case adapt.SetLearningRate():
                 self.learning_rate_factor = decision.factor
@@ -281,7 +284,7 @@ class Adaptation:
                     self._engine.set_strategy(decision.strategy)
             case adapt.Resize():
                 if self._engine.rank == 0:
-                    self._trainer.request_workers(decision.workers)
+                    self._request_workers(decision.workers)
             case adapt.ProbeLinks():
                 self._measure_links(decision)
             case _:
@@ -304,7 +307,7 @@ class Adaptation:
 
     def _record_if_first(self, kind: str, **data: Any) -> None:
         if self._engine.rank == 0:
-            self.record(kind, self._trainer.progress.step, **data)
+            self.record(kind, self._progress.step, **data)
 
     def record(self, kind: str, step: int, **data: Any) -> None:
         """Append a fact to the record. One worker of the job does so."""
@@ -354,7 +357,7 @@ class Adaptation:
         if state["batch_size"] != self.batch_size:
             if self.resumed_at is not None:
                 self._notify(f"going on with the checkpoint's batch size, {state['batch_size']}, not {self.batch_size}")
-            self._trainer.use_batch_size(state["batch_size"])
+            self._replicas.use_batch_size(state["batch_size"])
             self.batch_size = state["batch_size"]
 
 

@@ -212,7 +212,7 @@ def allocate_buckets(
     engine: Engine,
     hosted: int,
     *,
-    generation: int,
+    prefix: str,
     on_device: bool,
 ) -> list[Bucket]:
     """Allocate buckets for `hosted` replicas, with the same names on all workers. If gradients are `on_device`, pin the
@@ -224,7 +224,7 @@ def allocate_buckets(
         empty = partial(engine.empty, sum(sizes), members[0].dtype)
         parts = [empty() for _ in range(hosted)]
         bucket = Bucket(
-            f"grad:{generation}:{number}",
+            f"{prefix}:{number}",
             list(indices),
             members,
             sizes,

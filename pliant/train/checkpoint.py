@@ -22,11 +22,10 @@ import torch
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import determinism
 from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read_step, verify
-from pliant.train.context import DataPosition, ReplicaContext, capture_rng, seeded_rng
+from pliant.train.context import DataPosition, ReplicaContext, RngState
 
 if TYPE_CHECKING:
-    from pliant.train.rendezvous import JobState
-    from pliant.train.trainer import Trainer
+    from pliant.train.job_state import JobState
 
 
 log = logging.getLogger(__name__)
@@ -156,34 +155,19 @@ def _failure(path: Path, nbytes: int, error: OSError) -> str:
 class Checkpointing:
     """Decides when a job writes checkpoints, and where."""
 
-    def __init__(
-        self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, notify: Callable[[str], None]
-    ) -> None:
-        self._trainer, self._state, self._level, self._notify = trainer, state, level, notify
+    def __init__(self, state: JobState, directory: str, every: int, level: str, notify: Callable[[str], None]) -> None:
+        self._state, self._level, self._notify = state, level, notify
         self._directory, self._every = directory, every
         """The job's own directory, empty if it has none; and the number of steps between checkpoints, 0 for never."""
-        self._asked: str | None = None
-        """The path to write with the step in progress; empty for the job's own directory."""
         self._writer: CheckpointWriter | None = None
 
-    def request(self, path: str) -> None:
-        """Write the step in progress once it is committed; between steps, write at once."""
-        if self._trainer.turn is not None:
-            self._asked = path
-        elif self._trainer.is_first:
-            self._write(path)
-
-    def on_commit(self) -> None:
-        """Write a committed step if it is due."""
-        asked, self._asked = self._asked, None
-        is_due = self._every and self._trainer.progress.step % self._every == 0
-        if self._trainer.is_first and (asked is not None or is_due):
-            self._write(asked or "")
+    def is_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
 
     def write_last(self) -> None:
         """Keep the last state: the job is told to end, or its last worker must leave."""
-        if self._directory and self._trainer.is_first:
-            self._write_now("")  # a torn step has been undone
+        if self._directory:
+            self.write("")  # a torn step has been undone
             self.flush()
 
     def flush(self) -> None:
@@ -194,23 +178,19 @@ class Checkpointing:
         self.flush()
         self._writer = None
 
-    def _write(self, path: str) -> None:
-        if self._trainer.wait_for_sums():  # else the step was torn, and is written when it is repeated
-            self._write_now(path)
-
-    def _write_now(self, path: str) -> None:
-        """Write the present state, which is that of the last step that counts."""
+    def write(self, path: str) -> None:
+        """Write the present state, which is that of the last step that counts; without a path to the job's directory."""
         directory = Path(path).parent if path else Path(self._directory or ".")
         if self._writer is None or self._writer.directory != directory:
             self.flush()
             self._writer = CheckpointWriter(directory, notify=self._notify)
-        state = self._state.read()
+        state, progress = self._state.read(), self._state.progress
         contexts = state.pop("contexts")
         self._writer.save(
             Checkpoint(
-                step=self._trainer.progress.step,
-                epoch=self._trainer.progress.epoch,
-                num_replicas=self._trainer.replicas.count,
+                step=progress.step,
+                epoch=progress.epoch,
+                num_replicas=self._state.replicas.count,
                 meta={"torch": torch.__version__, "level": self._level},
                 state=state,
                 contexts=contexts,
@@ -220,13 +200,13 @@ class Checkpointing:
 
 
 def set_initial_state(
-    trainer: Trainer,
     state: JobState,
+    device: torch.device,
     had_state: bool,
     *,
     asked: str,
     directory: str,
-    seed: int | None,
+    random: Callable[[int], RngState],
     notify: Callable[[str], None],
 ) -> None:
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
@@ -234,12 +214,12 @@ def set_initial_state(
     Args:
         had_state: whether the job had a state before and lost it.
         asked: the checkpoint to start from; `auto` is the newest of `directory`, the job's own.
-        seed: seed replica r's generators with seed + r. If None, they have the state of the program's.
+        random: returns the random state that a replica starts with.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a job with another number of replicas.
     """
-    count, device = trainer.replicas.count, trainer.user.device
+    count = state.replicas.count
     if count > 1 and not (found := determinism.self_check(count)).ok:
         notify(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
     if asked == "auto" or (not asked and had_state and directory):
@@ -253,14 +233,12 @@ def set_initial_state(
                 f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
                 f"that is another experiment; use replicas={loaded.num_replicas}"
             )
-        trainer.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
+        state.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
         state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
         notify(f"resumed from {path} at step {loaded.step}")
         return
     if had_state:
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
-    trainer.first_buffers = trainer.buffers.save()
-    own = b"" if trainer.user.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
-    present = capture_rng(device)
-    random = [present if seed is None else seeded_rng(seed + replica, device) for replica in range(count)]
-    trainer.replicas.contexts = [ReplicaContext(each, DataPosition(), own) for each in random]
+    state.first_buffers = state.buffers.save()
+    own = b"" if state.sync_buffers else bytes(state.buffers.pack(state.first_buffers).numpy())
+    state.replicas.contexts = [ReplicaContext(random(replica), DataPosition(), own) for replica in range(count)]

@@ -363,6 +363,10 @@ class ReplicaContext:
         """Return the same context at another position in its data."""
         return ReplicaContext(self.random, stream, self.buffers)
 
+    def with_random(self, random: RngState) -> ReplicaContext:
+        """Return the same context with another random state."""
+        return ReplicaContext(random, self.stream, self.buffers)
+
     def _read(self) -> tuple[RngState, DataPosition, bytes]:
         if self._parts is None:
             assert self._data is not None, "one or the other is there"

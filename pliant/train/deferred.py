@@ -14,13 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
 
 from pliant.comm.handle import Handle
-from pliant.errors import CommError
+from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
 from pliant.train import trace
 from pliant.train.pending import (
     DeferredStep,
@@ -39,6 +39,19 @@ from pliant.train.pending import (
 
 MAX_UPDATED_AT_ONCE = 16
 """The most parameters that are updated at once, if they may have to be restored."""
+
+
+class GradientCollector(Protocol):
+    """Who is told what happens to deferred sums."""
+
+    def sum_arrived(self, index: int) -> None: ...
+    def sums_complete(self) -> None: ...
+    def halt(self) -> None: ...
+
+
+def is_survivable(error: CommError) -> bool:
+    """Return whether a new view cures this error."""
+    return isinstance(error, WorkerLost | ViewChanged | EngineClosed)
 
 
 @dataclass(slots=True)
@@ -66,14 +79,10 @@ class DeferredUpdates:
     """Whether a step may have to be undone. Its parameters are then saved until all of its sums have arrived."""
     notify: Callable[[str], None]
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    on_lost: Callable[[CommError], None] = lambda _: None
-    """Called when a sum will never come; returns if the step can be repeated."""
-    on_complete: Callable[[], None] = lambda: None
-    """Called when all sums of the step have arrived."""
     stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     """Wraps waits, for the stall detector."""
-    on_sum: Callable[[int], None] = lambda _: None
-    """Called when a parameter's sum has arrived, before it is used."""
+    lost: CommError | None = None
+    """Why a sum of the last step will never come; the step has to be taken back."""
     waits: WaitTotals = field(default_factory=WaitTotals)
     order: list[int] = field(default_factory=list)
     """The order in which an observed forward used the parameters."""
@@ -86,6 +95,7 @@ class DeferredUpdates:
     _open_handles: list[Handle] = field(default_factory=list)
     """The sums that may not have arrived; the last one wanted is at the end."""
     _undo_log: UndoLog = field(init=False)
+    _collector: GradientCollector | None = None
     is_deferring: bool = False
     """Whether the sums of this step are applied one by one."""
     _observing: bool = False
@@ -112,8 +122,12 @@ class DeferredUpdates:
             for parameter in self.parameters:
                 release_parameter(parameter)
 
-    def begin(self, pending: Sequence[PendingSum], priorities: Sequence[int]) -> None:
-        """Make every use of these parameters wait for their sums. Backward is over, and the sums are on their way."""
+    def begin(
+        self, pending: Sequence[PendingSum], priorities: Sequence[int], collector: GradientCollector | None = None
+    ) -> None:
+        """Make every use of these parameters wait for their sums. Backward is over, and the sums are on their way.
+        `collector` is told about their arrival."""
+        self._collector = collector
         wanted = sorted(pending, key=lambda each: min(priorities[index] for index, _ in each.members))
         self._open_handles = [each.handle for each in wanted]
         for each in wanted:
@@ -235,6 +249,11 @@ class DeferredUpdates:
         """Whether sums of the last step may still be on their way."""
         return bool(self._pending)
 
+    @property
+    def will_be_cleared(self) -> bool:
+        """Whether sums are on their way and the program has cleared all of their gradients already."""
+        return bool(self._pending) and all(self._zeroed.get(index) for index in self._pending)
+
     def unused_parameters(self) -> set[int]:
         """Return the parameters that nobody has used since the last step, though backward begins: they can have no
         gradient."""
@@ -252,7 +271,11 @@ class DeferredUpdates:
             with self.stall_watch(pending.handle.name) if blocked else contextlib.nullcontext():
                 pending.handle.wait()
         except CommError as error:
-            self.on_lost(error)
+            if not self.can_undo or not is_survivable(error):
+                raise
+            self.lost = error
+            if self._collector is not None:
+                self._collector.halt()
             self._abandon()
             return False
         finally:
@@ -278,7 +301,8 @@ class DeferredUpdates:
                 parameter = self.parameters[index]
                 release_parameter(parameter)
                 if (total := self._sums[index]) is not None:
-                    self.on_sum(index)
+                    if self._collector is not None:
+                        self._collector.sum_arrived(index)
                     parameter.grad = total.to(parameter.device, non_blocking=True)
                 if index in self._deferred:
                     call, place = self._deferred[index]
@@ -310,7 +334,8 @@ class DeferredUpdates:
         self._open_handles.clear()
         self._undo_log.clear()
         self._zeroed.clear()
-        self.on_complete()
+        if self._collector is not None:
+            self._collector.sums_complete()
 
     # --- a step that does not count ---
 
@@ -340,6 +365,7 @@ class DeferredUpdates:
         with self._updating():
             self._undo_log.restore()
         self._open_handles.clear()
+        self.lost = None
 
     def warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of the job: epoch, steps committed in it, steps committed in total."""
+    """Progress of the job: epoch, steps committed in it, steps committed in total, passes."""
 
     epoch: int = 0
     epoch_step: int = 0
     step: int = 0
+    passes: int = 0
+    """Everything that all workers have done together so far: the sums of a step, a sum of metrics."""
+
+    def set(self, other: Progress) -> None:
+        """Take over another progress."""
+        self.epoch, self.epoch_step, self.step, self.passes = other.epoch, other.epoch_step, other.step, other.passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class StepCommitted:
     compute_s: float
     """The part of `duration_s` in which the replicas hosted here ran their forward and backward passes."""
     values: Mapping[str, float]
-    """What the program passed to `job.report` in this step."""
+    """What the turns of this step logged, and what the program passed to `job.report`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,22 @@ class ViewChange:
     """Steps that this worker had begun and repeats."""
 
 
+@dataclass(slots=True)
+class Listeners:
+    """Who is told about the steps and the views of a job: records, checkpoints, benchmarks."""
+
+    commit: list[Callable[[StepCommitted], None]] = field(default_factory=list)
+    view: list[Callable[[ViewChange], None]] = field(default_factory=list)
+
+
 class ViewChanges:
     """The changes of view so far. A change has ended when the first batch of the new view is in hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: list[Callable[[ViewChange], None]]) -> None:
         self.seen: list[ViewChange] = []
         self.steps_begun = 0
         """Steps begun when a step was last torn, that one included."""
-        self.listeners: list[Callable[[ViewChange], None]] = []
+        self._listeners = listeners
         """Called with each change when it has ended."""
         self._ending: tuple[float, int, bool] | None = None
 
@@ -82,5 +96,5 @@ class ViewChanges:
         repeated = max(0, self.steps_begun - step) if lost else 0
         change = ViewChange(step, old_size, new_size, time.monotonic() - since_s, lost, repeated)
         self.seen.append(change)
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(change)

@@ -20,6 +20,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.train.buckets import FIRST_PRIORITY
 from pliant.train.context import ReplicaContext
+from pliant.train.step import TURN_BYTES
 from pliant.train.sync import SYNC_BYTES, StepMeasurement, SyncConfig, pack_sync, unpack_sync
 
 if TYPE_CHECKING:
@@ -34,13 +35,11 @@ class StepExchange:
         self.new_contexts: dict[int, ReplicaContext] = {}
         self.new_buffers: Tensors | None = None
         """The buffers of replica 0."""
-        self.new_order: list[int] | None = None
-        """The order in which the gradients of replica 0 became ready, if a layout depends on it."""
         self._buffers = buffers
         self._engine: Engine | None = None
         self._root = 0
-        self._sent: tuple[Handle, Handle | None, Handle | None]
-        """The collectives on their way: messages, buffers, order."""
+        self._sent: tuple[Handle, Handle | None]
+        """The collectives on their way: messages, buffers."""
 
     def enter_view(self, engine: Engine, placement: Placement) -> None:
         self._engine, self._root = engine, placement.owner_of(0)
@@ -49,12 +48,11 @@ class StepExchange:
 
     def clear(self) -> None:
         """Drop everything: the step is over, or does not count."""
-        self.new_contexts, self.new_buffers, self.new_order = {}, None, None
+        self.new_contexts, self.new_buffers = {}, None
 
-    def send(self, message: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> None:
-        """Send this worker's part. `known` are the contexts that everybody has; `order_length` is the number of
-        parameters that wait for replica 0's order, or 0."""
-        engine, buffers, order = self._engine, None, None
+    def send(self, message: StepMessage, known: Sequence[ReplicaContext]) -> None:
+        """Send this worker's part. `known` are the contexts that everybody has."""
+        engine, buffers = self._engine, None
         assert engine is not None, "enter_view() comes first"
         row = self.codec.pack(message, self.new_contexts, known)
         rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
@@ -62,10 +60,7 @@ class StepExchange:
             own = self.new_buffers
             packed = self._buffers.pack(own) if own is not None else torch.empty(num_bytes, dtype=torch.uint8)
             buffers = engine.broadcast("buffers", packed, self._root, priority=FIRST_PRIORITY)
-        if order_length:
-            indices = torch.tensor(self.new_order or [0] * order_length, dtype=torch.int32)
-            order = engine.broadcast("order", indices, self._root, priority=FIRST_PRIORITY)
-        self._sent = rows, buffers, order
+        self._sent = rows, buffers
 
     def receive(self, known: Sequence[ReplicaContext], figures_bytes: int) -> list[StepMessage]:
         """Return everybody's messages, of which `figures_bytes` are adaptation's; the rest is in the attributes.
@@ -74,19 +69,25 @@ class StepExchange:
             CommError: a worker is lost.
         """
         assert self._engine is not None, "enter_view() comes first"
-        rows, buffers, order = self._sent
+        rows, buffers = self._sent
         found = buffers.wait() if buffers is not None else None
         if self.new_buffers is None and found is not None:
             self.new_buffers = self._buffers.unpack(found)
-        ready_order = order.wait() if order is not None else None
-        if ready_order is not None:
-            self.new_order = ready_order.tolist()
         messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, figures_bytes)
         if not complete:
             contexts = self.codec.pack_contexts(self.new_contexts)
             gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY)
             self.codec.read_contexts(_rows_of(gathered), self.new_contexts)
         return messages
+
+    def share_order(self, name: str, order: Sequence[int], length: int) -> list[int]:
+        """Return the order in which the gradients of replica 0 became ready, on every worker."""
+        assert self._engine is not None, "enter_view() comes first"
+        indices = torch.tensor(order if len(order) == length else [0] * length, dtype=torch.int32)
+        found = self._engine.broadcast(name, indices, self._root, priority=FIRST_PRIORITY).wait()
+        assert found is not None, "a broadcast has a result on every rank"
+        shared: list[int] = found.tolist()
+        return shared
 
 
 def _rows_of(gathered: Handle) -> list[bytes]:
@@ -99,8 +100,8 @@ def _rows_of(gathered: Handle) -> list[bytes]:
 # --- the messages ---
 
 
-_HEAD = struct.Struct("<QQ?")
-"""The step, the newest membership that the worker is prepared for, and whether its changes fit."""
+_HEAD = struct.Struct("<QQ?QQ")
+"""The pass, the newest membership that the worker is prepared for, whether its changes fit, two checksums."""
 _WORD = np.dtype("<u8")
 _CHANGE = np.dtype([("place", "<u2"), ("word", _WORD)])
 _COUNT = struct.Struct("<H")
@@ -113,12 +114,19 @@ CHANGES_BYTES = _COUNT.size + MAX_CHANGES * _CHANGE.itemsize
 class StepMessage:
     """One worker's message of a step, without the contexts."""
 
-    step: int
+    number: int
+    """The number of the pass."""
     prepared: int
     sync_config: SyncConfig
     """How this worker would have the sums travel."""
     measured: StepMeasurement
     figures: bytes
+    turns: Sequence[bytes]
+    """The rows of the turns taken here."""
+    draws: int = 0
+    """A checksum of the random numbers that were drawn outside of turns."""
+    checksum: int = 0
+    """Of parameters and state, where they are compared; else 0."""
     fits: bool = True
 
 
@@ -150,8 +158,9 @@ class StepMessageCodec:
             encode_changes(known[replica].to_bytes(self._num_loaders), data)
             for replica, data in zip(self._hosted, whole, strict=True)
         ]
-        head = _HEAD.pack(message.step, message.prepared, None not in changes)
+        head = _HEAD.pack(message.number, message.prepared, None not in changes, message.draws, message.checksum)
         head += pack_sync(message.sync_config, message.measured) + message.figures
+        head += b"".join(message.turns).ljust(TURN_BYTES * max(self._blocks), b"\0")
         if self.is_brief:
             return self._padded(head, [change or b"" for change in changes], CHANGES_BYTES)
         return self._padded(head, whole, len(whole[0]))
@@ -174,11 +183,14 @@ class StepMessageCodec:
         """Return all messages, and whether the contexts in them are complete. The contexts of other workers' replicas
         go to `new`. If they are not complete, everybody must send `pack_contexts`."""
         begin = _HEAD.size + SYNC_BYTES
-        end = begin + figures_bytes
+        turns = begin + figures_bytes
+        end = turns + TURN_BYTES * max(self._blocks)
         messages = []
-        for row in rows:
-            step, prepared, fits = _HEAD.unpack_from(row)
-            messages.append(StepMessage(step, prepared, *unpack_sync(row[_HEAD.size : begin]), row[begin:end], fits))
+        for row, count in zip(rows, self._blocks, strict=True):
+            number, prepared, fits, draws, checksum = _HEAD.unpack_from(row)
+            own = [row[turns + slot * TURN_BYTES : turns + (slot + 1) * TURN_BYTES] for slot in range(count)]
+            sync = unpack_sync(row[_HEAD.size : begin])
+            messages.append(StepMessage(number, prepared, *sync, row[begin:turns], own, draws, checksum, fits))
         was_brief, self.is_brief = self.is_brief, all(each.fits for each in messages)
         if was_brief and not self.is_brief:
             return messages, False

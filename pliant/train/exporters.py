@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -18,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamil
 from prometheus_client.registry import Collector
 
 from pliant.adapt import Observation
-from pliant.adapt.monitors import StallDetector, wants_stall_detection
+from pliant.adapt.monitors import StallDetector
 from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.comm.probe import latencies
@@ -26,22 +26,17 @@ from pliant.errors import CommError, ConfigError
 from pliant.tensorboard import EventWriter
 
 if TYPE_CHECKING:
-    from pliant.train.adaptation import AdaptationSettings
-    from pliant.train.trainer import Trainer
+    from pliant.train.adaptation import Adaptation, AdaptationSettings
 
 
 def start_exporters(
-    trainer: Trainer,
+    adaptation: Adaptation,
     settings: AdaptationSettings,
     worker: Worker,
     stack: contextlib.ExitStack,
-    notify: Callable[[str], None],
+    stalls: StallDetector | None,
 ) -> None:
     """Start the exporters that were asked for, until `stack` is closed."""
-    adaptation, stalls = trainer.adaptation, None
-    if wants_stall_detection():
-        stalls = stack.enter_context(StallDetector(notify))
-        trainer.stall_watch = trainer.deferred.stall_watch = stalls.watch
     if settings.metrics:
         metrics = MetricsServer(worker.host, worker.port, stalls)
         stack.callback(metrics.close)

@@ -21,12 +21,12 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.multiprocessing
@@ -279,8 +279,58 @@ class _HostedReplica:
     loaded: dict[int, LoadedBatch] = field(default_factory=dict)
 
 
+class Feeder(Protocol):
+    """Gives the replicas that this worker hosts their batches."""
+
+    may_end_early: bool
+    """Whether the data of a replica may end before their number says so."""
+
+    def host(
+        self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
+    ) -> None: ...
+    def next(self, replica: int) -> Any: ...
+    def next_size(self, replica: int) -> int: ...
+    def stream(self, replica: int) -> DataPosition: ...
+    def has_more(self, replicas: Sequence[int]) -> bool: ...
+    def close(self) -> None: ...
+
+
+class NumberFeeder:
+    """The feeder of a program that makes its own batches: each replica gets its number, so many times."""
+
+    may_end_early = False
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._positions: dict[int, DataPosition] = {}
+
+    def host(
+        self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
+    ) -> None:
+        self._positions = dict(streams)
+
+    def next(self, replica: int) -> int:
+        position = self._positions[replica]
+        self._positions[replica] = replace(position, batch=position.batch + 1)
+        return replica
+
+    def next_size(self, replica: int) -> int:
+        return 1
+
+    def stream(self, replica: int) -> DataPosition:
+        return self._positions[replica]
+
+    def has_more(self, replicas: Sequence[int]) -> bool:
+        return self._positions[replicas[0]].batch < self._count
+
+    def close(self) -> None:
+        self._positions = {}
+
+
 class ReplicaLoader:
     """Loads the batches of the replicas that this worker hosts. Use it in a `with`, or `close` it."""
+
+    may_end_early = False
 
     def __init__(self, dataset: Any, options: LoaderOptions, num_replicas: int) -> None:
         self._dataset, self._options, self._num_replicas = dataset, options, num_replicas
@@ -289,6 +339,8 @@ class ReplicaLoader:
         self._hosted: dict[int, _HostedReplica] = {}
         self._pool: LoaderPool | None = None
         self._epoch: int | None = None
+        self.order_epoch: int | None = None
+        """The epoch whose order of samples is used (`DistributedSampler.set_epoch`); None: the job's own."""
         self._track_numbers = itertools.count()
         # The draws would come from one generator here, but from N equal ones in N processes.
         self._generator = None if options.generator is None else options.generator.get_state()
@@ -383,10 +435,10 @@ class ReplicaLoader:
             hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
         )
 
-    def remaining(self, replica: int) -> int:
-        """Return how many batches of `replica` are left in its epoch."""
-        hosted = self._hosted_replica(replica)
-        return hosted.num_batches - hosted.batch
+    def has_more(self, replicas: Sequence[int]) -> bool:
+        """Return whether these replicas have another batch in their epoch."""
+        hosted = self._hosted_replica(replicas[0])
+        return hosted.num_batches > hosted.batch
 
     def close(self) -> None:
         """End the loader processes. May be called twice."""
@@ -413,7 +465,8 @@ class ReplicaLoader:
         )
 
     def _sample_order(self, stream: DataPosition) -> Tensor:
-        return sample_order(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
+        epoch = stream.epoch if self.order_epoch is None else self.order_epoch
+        return sample_order(len(self._dataset), self._num_replicas, epoch, self._options, stream.consumed)
 
     def _draw(self, epoch: int) -> int:
         """Draw the base seed as `iter(DataLoader)` does."""

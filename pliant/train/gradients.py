@@ -51,7 +51,7 @@ class GradientReducer:
         find_unused: bool = False,
         cap_bytes: int | None = None,
         always_sums: bool = False,
-        on_backward: Callable[[], None],
+        prefix: str = "",
         before_backward: Callable[[], set[int]] = set,
     ) -> None:
         self.names = [name for name, _ in parameters]
@@ -65,7 +65,13 @@ class GradientReducer:
         """Is shown gradients and sums; set it before the first view."""
         self.ready_order: list[int] = []
         """The order in which the gradients of the last complete backward came."""
-        self._on_backward, self._before_backward = on_backward, before_backward
+        self.handed_in = False
+        """Whether the replica whose turn it is has had the backward whose gradients are summed."""
+        self._before_backward = before_backward
+        self._prefix = prefix
+        self._bases: list[torch.Tensor | None] | None = None
+        """The gradients with which every turn of the pass begins; None if there are none."""
+        self._is_pending = False
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         self._engine: Engine | None = None
@@ -146,7 +152,7 @@ class GradientReducer:
             self.parameters,
             engine,
             hosted,
-            generation=1 if self.waits_for_order else 2,
+            prefix=f"grad:{self._prefix}{1 if self.waits_for_order else 2}",
             on_device=self._on_device,
         )
         self._slots = gradient_slots(self._buckets)
@@ -171,11 +177,20 @@ class GradientReducer:
             first = min(wanted.get(index, len(self.parameters)) for index in unit.indices)
             unit.priority = first if config.mode == "priority" else 0
 
+    def begin_pass(self, *, is_pending: bool = False) -> None:
+        """Remember the gradients that there are: as with DDP, every replica adds its own to them. With `is_pending`
+        the sums of the last step are on their way, and their gradients will be cleared."""
+        self._bases, self._is_pending = None, is_pending
+        if self.wanted and not is_pending and any(parameter.grad is not None for parameter in self.parameters):
+            self._bases = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
     def begin_turn(self, slot: int) -> None:
         """Begin the turn of the replica in this slot of those hosted here."""
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
         self._have_buckets(engine)
+        if self.wanted and not (self._is_pending and slot == 0):
+            self._reset_gradients()
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:
@@ -185,7 +200,16 @@ class GradientReducer:
         if self._find_unused and self.wanted and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
         self._unseen = set()
-        self._expecting, self._queued, self._resting = True, False, False
+        self._expecting, self._queued, self._resting, self.handed_in = True, False, False, False
+
+    def _reset_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            if self._bases is None:
+                for parameter in self.parameters:
+                    parameter.grad = None
+                return
+            for parameter, base in zip(self.parameters, self._bases, strict=True):
+                parameter.grad = None if base is None else base.clone()
 
     def halt(self) -> None:
         """Collect nothing until the next view: the step is torn."""
@@ -222,8 +246,9 @@ class GradientReducer:
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
             raise TrainError(
-                f"a second backward reached {self.names[index]!r} before the next batch: each replica has one backward "
-                "per step whose gradients are summed. To accumulate, put `with job.no_sync():` around all but the last"
+                f"a second backward reached {self.names[index]!r} in one turn: a turn has one backward whose gradients are "
+                "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over "
+                "the step once more"
             )
         self._unseen = self._before_backward()
         if index in self._unseen:
@@ -263,7 +288,19 @@ class GradientReducer:
         with torch.no_grad():
             self._end_turn()
         self._expecting = self._queued = False
-        self._on_backward()
+        self.handed_in = True
+
+    def contribute_zeros(self) -> None:
+        """Let the replica whose turn it is contribute zeros."""
+        if self.wanted:
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    bucket.seen = 0
+                self._fill_in([*range(len(self.parameters))])
+                if self._held_back is not None:
+                    self._send_from_device(self._held_back)
+        self._expecting = False
+        self.handed_in = True
 
     def _end_turn(self) -> None:
         """End a turn: every gradient has come, or was not used."""
@@ -294,6 +331,9 @@ class GradientReducer:
                 f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
                 "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
             )
+        self._fill_in(unused)
+
+    def _fill_in(self, unused: Sequence[int]) -> None:
         places = [self._slots[index] for index in unused]
         if not self._on_device:
             for place in places:

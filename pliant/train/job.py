@@ -1,26 +1,30 @@
 """`pliant.join()` and the `Job` that a training program works with.
 
     job = pliant.join(replicas=4)
-    model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=32)
+    model, optimizer = job.wrap(model, optimizer)
+    loader = job.loader(dataset, batch_size=32)
     for epoch in job.epochs(10):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+        for step in loader:
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
-The body of the loop runs once for each replica that this worker hosts: each run is one replica's turn. Whatever belongs
-to the step as a whole (the optimizer, tracked schedulers and scalers) runs in the last turn and is a no-op in the others.
+The body of the inner loop is a turn: it runs once for each replica hosted here, with that replica's batch, random state
+and buffers. The body of the outer loop runs once per step on every worker.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +34,47 @@ from pliant.adapt import Observation, Policy
 from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
 from pliant.elastic.member import open_member
-from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
+from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
 from pliant.identity import WorkerSpec, worker_spec
 from pliant.train import determinism, obstacles, trace
 from pliant.train.adaptation import Adaptation, AdaptationSettings, adaptation_settings
 from pliant.train.checkpoint import Checkpointing, set_initial_state
-from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
-from pliant.train.events import StepCommitted, ViewChange
-from pliant.train.feeder import ReplicaLoader
+from pliant.train.context import RngState, capture_rng, restore_rng, seeded_rng
+from pliant.train.deferred import DeferredUpdates, gate_evaluation
+from pliant.train.evaluation import Evaluation
+from pliant.train.events import Listeners, Progress, StepCommitted, ViewChange
+from pliant.train.feeder import Feeder, NumberFeeder, ReplicaLoader
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.gradients import GradientReducer
+from pliant.train.guard import EVERY, Guard
+from pliant.train.job_state import JobState
 from pliant.train.optim import AveragingOptimizer, find_averaging
-from pliant.train.rendezvous import JobState, Left, ViewRendezvous
+from pliant.train.outer_draws import Draws
+from pliant.train.rendezvous import Left, ViewRendezvous
 from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
-from pliant.train.sampling import loader_options
-from pliant.train.sync import SyncStats, SyncTuner, check_sync_options
-from pliant.train.trainer import Trainer, UserObjects
+from pliant.train.sampling import LoaderOptions, loader_options
+from pliant.train.step import Step
+from pliant.train.sync import SyncController, SyncStats, SyncTuner, check_sync_options
+from pliant.train.trainer import Trainer
 from pliant.train.wrapping import (
+    StateNamespace,
     check_epoch,
     check_optimizers,
     check_tracked,
+    defer_optimizer,
     describe_program,
+    hook_optimizer,
     make_probe,
     refuse_untracked_scalers,
     trainable_parameters,
     why_no_priority,
-    wrap_optimizer,
-    wrap_tracked,
 )
 
-__all__ = ["Job", "Left", "Loader", "StepCommitted", "ViewChange", "join"]
+__all__ = ["Job", "Left", "Loader", "Step", "StepCommitted", "ViewChange", "join"]
+Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+_STATE = "job.state"
+"""The name under which the program's own state is tracked."""
 
 
 def join(
@@ -76,6 +90,7 @@ def join(
     monitor: Mapping[str, int] | None = None,
     record: str = "",
     replay: str = "",
+    verify: int | None = None,
 ) -> Job:
     """Join the job that this process was started for. Without a launcher, start a job with this worker alone.
 
@@ -98,6 +113,8 @@ def join(
             need.
         record: a file to append the facts of the run to. Its decisions can be replayed.
         replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
+        verify: compare the workers' states every so many steps, and after each change of workers; 0 never. If None, what
+            `pliant run --verify` says, or 100.
     """
     if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
@@ -108,7 +125,16 @@ def join(
     level = _level(determinism, spec)
     check_sync_options(sync, slice_bytes, in_flight_bytes)
     adapting = adaptation_settings(spec, policies, monitor or {}, record, replay)
-    return Job(spec, replicas, level, blocks, seed, (sync, slice_bytes, in_flight_bytes), adapting)
+    return Job(
+        spec,
+        replicas,
+        level,
+        blocks,
+        seed,
+        (sync, slice_bytes, in_flight_bytes),
+        adapting,
+        EVERY if verify is None else verify,
+    )
 
 
 def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
@@ -119,19 +145,34 @@ def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
 
 
 class Loader:
-    """The data loader of a job: yields the batches of the hosted replicas, in turn. Iterate over it inside
-    `job.epochs`."""
+    """The data loader of a job: yields its steps. Iterate over it inside of `job.epochs`, and over each step inside of
+    that."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, feeder: ReplicaLoader, replicas: Replicas) -> None:
+        self._job, self._feeder, self._replicas = job, feeder, replicas
 
-    def __iter__(self) -> Iterator[Any]:
-        trainer = self._job._running()
-        return trainer.steps()
+    def __iter__(self) -> Iterator[Step]:
+        return self._job._running().steps()
 
     def __len__(self) -> int:
-        """Return the number of batches of one replica in an epoch, at the present batch size."""
-        return self._job._need_trainer().replicas.num_batches
+        """Return the number of steps in an epoch, at the present batch size."""
+        return self._replicas.num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of samples of this epoch, as `DistributedSampler.set_epoch`. By default it is the job's."""
+        self._feeder.order_epoch = epoch
+
+
+@dataclass(slots=True)
+class Wrapped:
+    """What the program has given to `job.wrap`."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    averaging: AveragingOptimizer | None
+    find_unused: bool
+    cap_bytes: int | None
+    sync_buffers: bool
 
 
 class Job:
@@ -146,26 +187,32 @@ class Job:
         seed: int | None,
         sync: tuple[str, int | None, int | None] = ("fifo", None, None),
         adapting: AdaptationSettings | None = None,
+        verify: int = EVERY,
     ) -> None:
         self._sync = sync
         self._adapting = adapting or AdaptationSettings()
         self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
+        self._verify = verify
         self._asked = replicas
         self._stack = contextlib.ExitStack()
         self._member = self._stack.enter_context(open_member(spec))
+        self._listeners = Listeners()
         self._tracked: dict[str, Any] = {}
+        self._wrapped: Wrapped | None = None
+        self._data: tuple[Feeder, Replicas] | None = None
+        self._rank_seed: tuple[int, RngState] | None = None
         self._trainer: Trainer | None = None
-        self._state: JobState | None = None
         self._rendezvous: ViewRendezvous | None = None
         self._checkpointing: Checkpointing | None = None
+        self._probe: GradientProbe | None = None
+        self._evaluation: Evaluation | None = None
+        self._asked_path: str | None = None
+        """The checkpoint to write with the step in progress; empty for the job's own directory."""
         self._load_path = spec.resume if spec is not None else ""
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
         self._notified = False
-        self._commit_listeners: list[Callable[[StepCommitted], None]] = []
-        self._view_listeners: list[Callable[[ViewChange], None]] = []
-        self.pinned = determinism.pin(level, torch.device("cpu"))
-        """The settings that this level of determinism has pinned in this process."""
+        determinism.pin(level, torch.device("cpu"))
         atexit.register(self.close)
         in_main_thread = threading.current_thread() is threading.main_thread()
         if spec is not None and spec.elastic and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -176,21 +223,30 @@ class Job:
     @property
     def replicas(self) -> int:
         """N, the number of replicas."""
-        if self._trainer is not None:
-            return self._trainer.replicas.count
+        if self._data is not None:
+            return self._data[1].count
         return self._asked or max(1, self._spec.view.size if self._spec else 1)
 
     @property
     def rank(self) -> int:
         """This worker's rank in the present view."""
-        return self._trainer.engine.rank if self._trainer is not None and self._trainer.engine is not None else 0
+        if self._trainer is not None and self._trainer.engine is not None:
+            return self._trainer.rank
+        if self._spec is not None and self._spec.worker in self._spec.view.workers:
+            return self._spec.view.rank_of(self._spec.worker)
+        return 0
 
     @property
     def size(self) -> int:
         """The number of workers now."""
         if self._trainer is not None and self._trainer.engine is not None:
-            return self._trainer.engine.view.size
-        return self._spec.view.size if self._spec is not None else 1
+            return self._trainer.size
+        return max(1, self._spec.view.size) if self._spec is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker has rank 0: the one to print, and to write files."""
+        return self.rank == 0
 
     @property
     def view(self) -> int:
@@ -199,7 +255,7 @@ class Job:
 
     @property
     def replica(self) -> int | None:
-        """The replica whose turn it is; None outside of the loop over the loader."""
+        """The replica whose turn it is; None outside of the loop over a step."""
         turn = self._trainer.turn if self._trainer is not None else None
         return turn.replica if turn is not None else None
 
@@ -218,22 +274,6 @@ class Job:
         return self._trainer.progress.epoch if self._trainer is not None else 0
 
     @property
-    def committing(self) -> bool:
-        """Whether the program may now do what belongs to the step: true in the last turn, after backward.
-
-        With priority sync this waits for all sums of the step, because a program that asks is about to use them.
-        """
-        trainer = self._trainer
-        if trainer is None:
-            return True
-        if trainer.may_commit and trainer.deferred.is_pending:
-            trainer.deferred.warn_once(
-                "sync: the program asks job.committing, which waits for all sums: priority cannot help"
-            )
-            trainer.wait_for_sums()
-        return trainer.may_commit
-
-    @property
     def batch_size(self) -> int:
         """The present batch size of one replica."""
         return self._need_trainer().replicas.loading.batch_size
@@ -244,8 +284,8 @@ class Job:
         return self._need_trainer().adaptation.observation
 
     def report(self, **values: float) -> None:
-        """Add values of the step in progress (such as the loss) to the record. The record takes those of the first
-        worker."""
+        """Add values of the step in progress to the record, beside what its turns log. The record takes those of the
+        first worker."""
         self._need_trainer().adaptation.values.update({name: float(value) for name, value in values.items()})
 
     def sync_stats(self) -> SyncStats:
@@ -261,24 +301,19 @@ class Job:
 
     def on_commit(self, listener: Callable[[StepCommitted], None]) -> None:
         """Call `listener` on this worker after each committed step, before the next one begins."""
-        self._commit_listeners.append(listener)
+        self._listeners.commit.append(listener)
 
     def on_view_change(self, listener: Callable[[ViewChange], None]) -> None:
         """Call `listener` on this worker after each change of the workers that it has stayed through.
 
         The call comes with the first batch of the new view, so `pause_s` covers the whole pause.
         """
-        self._view_listeners.append(listener)
+        self._listeners.view.append(listener)
 
     @property
     def has_pending_updates(self) -> bool:
         """Whether sums of the last committed step are still on their way, as they may be with sync="priority"."""
         return self._trainer is not None and self._trainer.deferred.is_pending
-
-    @property
-    def committed_buffers(self) -> list[torch.Tensor]:
-        """The buffers of replica 0 at the last committed step: those that DDP would keep."""
-        return self._need_trainer().first_buffers
 
     @property
     def prepared_view(self) -> int:
@@ -289,7 +324,7 @@ class Job:
     @property
     def gradient_probe(self) -> GradientProbe | None:
         """The monitor of noise scale and variance; None if neither was asked for."""
-        return self._need_trainer().gradients.probe
+        return self._probe
 
     @property
     def replica_switch(self) -> ReplicaSwitch:
@@ -301,206 +336,323 @@ class Job:
     def replica_switch(self, switch: ReplicaSwitch) -> None:
         self._need_trainer().replica_switch = switch
 
-    # --- wrapping ---
+    # --- what the program declares before it trains ---
+
+    def seed(self, seed: int) -> None:
+        """Seed all generators of replica r with seed + r, as a DDP script that does so on rank r. Call it where the
+        script seeds.
+
+        The model is built with the generators of replica 0, as DDP takes the model of rank 0. The other replicas'
+        generators are moved as far as the program has moved these by the time of `job.epochs`.
+        """
+        self._declare("job.seed")
+        device = torch.device("cuda") if torch.cuda.is_available() else None
+        state = seeded_rng(seed, device)
+        restore_rng(state, device)
+        self._rank_seed = seed, state
 
     def wrap(
         self,
-        model: torch.nn.Module,
+        model: Models,
         optimizer: Optimizers,
-        data: Any,
-        *,
+        *old: Any,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         sync_buffers: bool = True,
-        **loading: Any,
-    ) -> tuple[torch.nn.Module, Any, Loader]:
-        """Make a plain model, optimizer (or several) and dataset (or DataLoader) those of the job.
+        **unknown: Any,
+    ) -> tuple[Any, Any]:
+        """Make a plain model and optimizer, or several in a list, those of the job. Returns them.
 
         Args:
             find_unused_parameters: as in DDP: some parameters may get no gradient in some steps.
             bucket_cap_mb: as in DDP; it affects the bits.
-            sync_buffers: if true, every replica begins a step with the buffers of replica 0, as in DDP. If false, with
+            sync_buffers: if true, every replica begins a pass with the buffers of replica 0, as in DDP. If false, with
                 its own.
-            loading: batch_size, shuffle, seed, num_workers and so on, if `data` is a dataset.
 
         Raises:
             Unsliceable: replicas cannot take turns on this model; the message says why and what to do.
         """
-        if self._trainer is not None:
+        if old or unknown:
+            given = ", ".join([f"a {type(each).__name__}" for each in old] + [f"{name}=" for name in unknown])
             raise TrainError(
-                "job.wrap was called twice: a job trains one model; wrap several modules in one ModuleList"
+                f"job.wrap takes models and optimizers, but got {given}: since version 0.2 the data go to `job.loader(dataset, "
+                "batch_size=...)`, and the loop has two levels (docs/coming-from.md shows the change)"
             )
-        obstacles.check(model)
+        self._declare("job.wrap")
+        if self._wrapped is not None:
+            raise TrainError("job.wrap was called twice: give it all models and optimizers at once, as lists")
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        parameters = trainable_parameters(model)
+        if not models:
+            raise ConfigError("job.wrap got an empty list of models: there is nothing to train")
+        for each in models:
+            obstacles.check(each)
+        parameters = [found for each in models for found in trainable_parameters(each)]
         check_optimizers(optimizers, parameters)
-        averaging = find_averaging(optimizers)
-        dataset, options = loader_options(data, **loading)
         device = parameters[0][1].device
         if device.type != "cpu":
-            self.pinned = determinism.pin(self._level, device)
+            determinism.pin(self._level, device)
+        averaging = find_averaging(optimizers)
+        if averaging is not None and len(models) > 1:
+            raise ConfigError(f"{averaging.describe()} averages one model, but there are {len(models)}")
+        cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+        self._wrapped = Wrapped(models, optimizers, averaging, find_unused_parameters, cap_bytes, sync_buffers)
+        return model, optimizer
+
+    def loader(self, data: Any, **loading: Any) -> Loader:
+        """Return a loader that deals a dataset (or what a DataLoader loads) to the replicas of the job.
+
+        Args:
+            data: a map-style dataset, or a `DataLoader`.
+            loading: batch_size (of one replica), shuffle, seed, num_workers and so on, if `data` is a dataset.
+        """
+        self._declare("job.loader")
+        if self._data is not None:
+            raise TrainError("a job has one loader: job.loader was called before")
+        dataset, options = loader_options(data, **loading)
         replicas = Replicas(self.replicas, len(dataset), options)
-        feeder = self._stack.enter_context(ReplicaLoader(dataset, options, replicas.count))
+        feeder = ReplicaLoader(dataset, options, replicas.count)
         check_epoch(replicas)
+        self._data = feeder, replicas
+        self._stack.callback(feeder.close)
+        return Loader(self, feeder, replicas)
+
+    def track(self, name: str, thing: Any) -> Any:
+        """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state: new
+        workers and checkpoints get it. Returns `thing`."""
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
+        if name in self._tracked:
+            raise TrainError(f"track({name!r}): there is already something under that name")
+        self._declare(f"track({name!r})")
+        self._tracked[name] = thing
+        return thing
+
+    def state(self, **values: Any) -> StateNamespace:
+        """Return a namespace with these values that is part of the job's state: a counter, the best score so far."""
+        self._declare("job.state")
+        if _STATE in self._tracked:
+            raise TrainError("job.state was called before: give it all values at once")
+        self._tracked[_STATE] = made = StateNamespace(values)
+        return made
+
+    def _declare(self, what: str) -> None:
+        if self._trainer is not None:
+            raise TrainError(f"{what}: the job is running; call it before job.epochs and job.steps")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate the gradients of backwards in this block, as DDP's `no_sync` does."""
+        reducers = self._trainer.reducers if self._trainer is not None else ()
+        for reducer in reducers:
+            reducer.no_sync = True
+        try:
+            yield
+        finally:
+            for reducer in reducers:
+                reducer.no_sync = False
+
+    # --- putting the parts together ---
+
+    def _build(self) -> Trainer:
+        """Make the parts of the job from what the program has declared."""
+        wrapped = self._wrapped
+        if wrapped is None:
+            raise TrainError("the job has nothing to train yet: call job.wrap(model, optimizer) first")
+        if self._data is None:
+            raise TrainError(
+                "the job has no data yet: call job.loader(dataset, batch_size=...) first, or use job.steps"
+            )
+        feeder, replicas = self._data
+        elastic, averaging, sync_options = self._member.elastic, wrapped.averaging, self._sync[1:]
+        device = next(wrapped.models[0].parameters()).device
         follows_view = self._asked is None and self._spec is not None
-        gradients = GradientReducer(
-            parameters,
-            replicas.count,
-            find_unused=find_unused_parameters,
-            cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
-            always_sums=follows_view,
-            on_backward=lambda: trainer.end_turn(),
-            before_backward=lambda: deferred.unused_parameters(),
-        )
+        check_tracked(wrapped.optimizers, self._tracked)
+        tuner = SyncTuner(self._sync_mode(wrapped), *sync_options, notify=self._notify_first)
+        parameters = [trainable_parameters(model) for model in wrapped.models]
+        stalls = self._stall_detector()
         deferred = DeferredUpdates(
-            gradients.parameters,
-            gradients.names,
-            can_undo=self._member.elastic,
+            [parameter for _, parameter in parameters[0]],
+            [name for name, _ in parameters[0]],
+            can_undo=elastic,
             notify=self._notify_first,
-            optimizers=optimizers,
+            optimizers=wrapped.optimizers,
+            **({"stall_watch": stalls.watch} if stalls is not None else {}),
         )
-        tuner = SyncTuner(self._sync_mode(model, averaging), *self._sync[1:], notify=self._notify_first)
-        trainer = self._trainer = Trainer(
-            self._member,
-            UserObjects(model, optimizers, feeder, sync_buffers, device),
+        reducers = [
+            GradientReducer(
+                found,
+                replicas.count,
+                find_unused=wrapped.find_unused,
+                cap_bytes=wrapped.cap_bytes,
+                always_sums=follows_view,
+                prefix=f"{number}:" if len(parameters) > 1 else "",
+                **({"before_backward": deferred.unused_parameters} if tuner.may_defer else {}),
+            )
+            for number, found in enumerate(parameters)
+        ]
+        probe = make_probe(self._adapting.monitors, reducers, wrapped.optimizers, averaging)
+        self._probe = reducers[0].probe = probe
+        progress = Progress()
+        adaptation = Adaptation(self._adapting, progress, replicas, probe, self._request_workers, self._notify)
+        state = JobState(
+            wrapped.models,
+            wrapped.optimizers,
+            self._tracked,
             replicas,
-            gradients,
-            deferred,
-            tuner,
-            self._blocks,
-            follows_view=follows_view,
+            reducers,
+            adaptation,
+            progress,
+            averaging,
             keeps_layout=self._level != "D0",
+            sync_buffers=wrapped.sync_buffers,
         )
-        probe = gradients.probe = make_probe(self._adapting.monitors, gradients, optimizers, averaging)
-        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._notify)
-        trainer.loss_scale = self._loss_scale
-        if self._adapting.metrics or self._adapting.tensorboard or wants_stall_detection():
-            from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
-
-            worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
-            start_exporters(trainer, self._adapting, worker, self._stack, self._notify)
-        self._member.max_members = None if follows_view else replicas.count
-        program = describe_program(parameters, replicas, follows_view=follows_view)
-        self._connect_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
-        assert self._rendezvous is not None
-        if averaging is not None:
-            averaging.attach(gradients, self._rendezvous.equalise)
-            trainer.averaging = averaging
-        trainer.on_commit = self._committed
-        self._view_listeners.insert(0, self._rendezvous.announce)
-        trainer.changes.listeners = self._view_listeners
-        for each in optimizers:
-            wrap_optimizer(each, self._running, lambda: self._trainer)
-            gate_state(each, deferred)
-        self._stack.callback(gate_evaluation(model, deferred))
-        self._stack.callback(refuse_untracked_scalers(self._tracked, lambda: self._trainer))
-        return model, optimizer, Loader(self)
-
-    def _connect_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
-        """Set up the exchange of the job's state with other workers and with checkpoints."""
-        state = self._state = JobState(trainer, self._tracked)
         directory = self._spec.checkpoint_dir if self._spec is not None else ""
         every = self._spec.checkpoint_every if self._spec is not None else 0
-        self._checkpointing = Checkpointing(trainer, state, directory, every, self._level, self._notify)
-        self._rendezvous = ViewRendezvous(
+        checkpointing = self._checkpointing = Checkpointing(state, directory, every, self._level, self._notify)
+        start_random = self._start_random(device)
+
+        def start_job(had_state: bool) -> None:
+            set_initial_state(
+                state,
+                device,
+                had_state,
+                asked=self._load_path,
+                directory=directory,
+                random=start_random,
+                notify=self._notify,
+            )
+
+        program = describe_program(parameters, replicas, follows_view=follows_view)
+        program += f", {averaging.describe()}" if averaging is not None else ""
+        rendezvous = self._rendezvous = ViewRendezvous(
             self._member,
-            trainer,
             state,
             f"{program}, {self._adapting}",
             determinism.fingerprint(device),
             self._level,
-            self._start_job,
-            self._checkpointing.write_last,
-            self._notify,
+            start_job,
+            lambda: checkpointing.write_last() if self.is_first else None,
         )
-        trainer.enter_next_view = self._rendezvous.enter_next_view
+        if averaging is not None:
+            averaging.attach(reducers[0], rendezvous.equalise)
+        if self._adapting.metrics or self._adapting.tensorboard:
+            from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
+
+            worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
+            start_exporters(adaptation, self._adapting, worker, self._stack, stalls)
+        self._member.max_members = None if follows_view else replicas.count
+        self._listeners.commit.insert(0, self._committed)
+        self._listeners.view.insert(0, self._announce)
+        trainer = Trainer(
+            self._member,
+            state,
+            rendezvous,
+            feeder,
+            deferred,
+            SyncController(reducers, deferred, tuner),
+            Guard(state, self._verify),
+            self._listeners,
+            device,
+            self._blocks,
+            follows_view=follows_view,
+            loss_scale=self._loss_scale,
+            **({"stall_watch": stalls.watch} if stalls is not None else {}),
+        )
+        self._hook_program(wrapped, trainer, deferred, may_defer=tuner.may_defer)
+        return trainer
+
+    def _hook_program(self, wrapped: Wrapped, trainer: Trainer, deferred: DeferredUpdates, *, may_defer: bool) -> None:
+        """Attach what watches over the program's own objects, until the job is closed."""
+
+        def factor() -> float:
+            return trainer.adaptation.learning_rate_factor
+
+        for optimizer in wrapped.optimizers:
+            self._stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
+            if may_defer:
+                defer_optimizer(optimizer, deferred, trainer.check_outer, lambda: trainer.is_taken_back)
+        if may_defer:
+            self._stack.callback(gate_evaluation(wrapped.models[0], deferred))
+        self._stack.callback(refuse_untracked_scalers(self._tracked))
+
+    def _stall_detector(self) -> Any:
+        if not wants_stall_detection():
+            return None
+        from pliant.adapt.monitors import StallDetector
+
+        return self._stack.enter_context(StallDetector(self._notify))
+
+    def _start_random(self, device: torch.device) -> Callable[[int], RngState]:
+        """Return the function that gives a replica its first random state."""
+        present, seed = capture_rng(device), self._seed
+        if self._rank_seed is not None:
+            base, before = self._rank_seed
+            draws = Draws.between(before, present)
+            return lambda replica: (
+                seeded_rng(base + replica, device) if draws is None else draws.apply(seeded_rng(base + replica, device))
+            )
+        if seed is not None:
+            return lambda replica: seeded_rng(seed + replica, device)
+        return lambda _: present
 
     def _loss_scale(self) -> float:
         scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
         return math.prod(scaler.get_scale() for scaler in scalers)
 
-    def _sync_mode(self, model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
-        """Return the sync mode that was asked for, or "fifo" if this model cannot have it."""
+    def _sync_mode(self, wrapped: Wrapped) -> str:
+        """Return the sync mode that was asked for, or "fifo" if this program cannot have it."""
         asked = self._sync[0]
-        reason = why_no_priority(model, averaging)
+        reason = why_no_priority(wrapped.models, wrapped.averaging, self._tracked)
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":
             self._notify(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
         return "fifo"
 
-    def track(self, name: str, thing: Any) -> Any:
-        """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state.
-
-        Its `step`, `update`, `update_parameters` and `unscale_` then run once per step, whatever the number of replicas
-        hosted here. Returns `thing`.
-        """
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
-        if name in self._tracked:
-            raise TrainError(f"track({name!r}): there is already something under that name")
-        if self._rendezvous is not None and self._rendezvous.has_state:
-            raise TrainError(f"track({name!r}): the job is running; track before job.epochs")
-        self._tracked[name] = thing
-        if not isinstance(thing, torch.optim.Optimizer):
-            wrap_tracked(name, thing, lambda: self._trainer)
-        return thing
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate the gradients of backwards in this block, as DDP's `no_sync` does."""
-        if self._trainer is None:
-            yield
-            return
-        self._trainer.gradients.no_sync = True
-        try:
-            yield
-        finally:
-            self._trainer.gradients.no_sync = False
-
     # --- running ---
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of `count`. A new worker, or a resumed job, begins at the job's present epoch."""
-        trainer = self._need_trainer()
-        check_tracked(trainer.user.optimizers, self._tracked)
-        assert self._rendezvous is not None
-        if not self._rendezvous.has_state:
-            self._member.start()
-            self._rendezvous.join()
-        trace.begin(self.rank)
-        trainer.trace_engine()
+    def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
+        """Yield the epochs from `start` up to `count`, as `range(start, count)` does. A new worker, or a resumed job,
+        begins at the job's present epoch."""
+        trainer = self._join()
+        trainer.progress.epoch = max(trainer.progress.epoch, start)
         self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:
                 epoch = trainer.progress.epoch
                 yield epoch
-                if trainer.progress.epoch == epoch:
-                    trainer.progress.epoch += 1
-                    trainer.progress.epoch_step = 0
-                trainer.catching_up = False
+                trainer.end_epoch(epoch)
             self._finish()
         finally:
             self._inside_epochs = False
 
+    def steps(self, count: int) -> Iterator[Step]:
+        """Yield `count` steps of a program that makes its own batches: `for replica in step:` yields the replicas
+        hosted here. Inside of `job.epochs` these are the steps of an epoch, else those of the whole job."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
+        if self._data is None:
+            options = LoaderOptions(batch_size=1, shuffle=False)
+            self._data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
+        if self._inside_epochs:
+            yield from self._running().steps()
+            return
+        for _ in self.epochs(1):
+            yield from self._running().steps()
+
+    def _join(self) -> Trainer:
+        if self._trainer is None:
+            self._trainer = self._build()
+            self._member.start()
+            self._trainer.join()
+            trace.begin(self.rank)
+            self._trainer.trace_engine()
+        return self._trainer
+
     def _finish(self) -> None:
-        """Leave once every worker has the last step: until then one of them may need this worker's state."""
         trainer = self._need_trainer()
-        assert self._rendezvous is not None
-        while self.size > 1:
-            assert trainer.engine is not None
-            try:
-                trainer.engine.barrier("finish")
-                break
-            except CommError as error:
-                trainer.mark_torn(error)
-                try:
-                    self._rendezvous.enter_next_view()
-                except Left:
-                    if not self._member.over:
-                        raise
-                    trainer.torn = None  # another worker has passed the barrier, so all of them have the last step
-                    break
+        trainer.finish()
         if self._checkpointing is not None:
             self._checkpointing.flush()
         trainer.adaptation.end_job()
@@ -510,7 +662,9 @@ class Job:
         """Request another number of workers; 0 ends the job. It takes effect at a later step's boundary."""
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"resize({num_workers!r}): use a number of workers, 0 or more")
-        if self.committing and self.rank == 0:
+        if self._trainer is not None:
+            self._trainer.check_outer("job.resize()")
+        if self.is_first:
             self._member.resize(num_workers)
 
     def close(self) -> None:
@@ -519,11 +673,11 @@ class Job:
         if self._checkpointing is not None:
             self._checkpointing.close()
         if self._trainer is not None:
-            self._trainer.gradients.close()
+            for reducer in self._trainer.reducers:
+                reducer.close()
             self._trainer.adaptation.close()
             with contextlib.suppress(CommError):
-                if not self._trainer.wait_for_sums():
-                    self._trainer.undo_step()
+                self._trainer.deferred.flush()
         self._stack.close()
 
     def __enter__(self) -> Job:
@@ -534,72 +688,146 @@ class Job:
 
     def _need_trainer(self) -> Trainer:
         if self._trainer is None:
-            raise TrainError("the job has nothing to train yet: call job.wrap(model, optimizer, data) first")
+            raise TrainError("the job has not begun yet: this is known inside of `for epoch in job.epochs(k):`")
         return self._trainer
 
     def _running(self) -> Trainer:
-        trainer = self._need_trainer()
-        if not self._inside_epochs:
-            raise TrainError("use the loader and the optimizer inside of `for epoch in job.epochs(k):`")
-        return trainer
+        if self._trainer is None or not self._inside_epochs:
+            raise TrainError("use the loader inside of `for epoch in job.epochs(k):`")
+        return self._trainer
 
-    def _committed(self) -> None:
-        """Run what follows a committed step: scheduled resizes, checkpoints, listeners."""
+    def _request_workers(self, num_workers: int) -> None:
+        """Request a number of workers in the background."""
+
+        def request() -> None:
+            try:
+                self._member.resize(num_workers)
+            except PliantError as error:
+                self._notify(f"{num_workers} workers cannot be had: {error}")
+
+        threading.Thread(target=request, daemon=True).start()
+
+    def _committed(self, event: StepCommitted) -> None:
+        """Run what follows a committed step: scheduled resizes, checkpoints."""
+        trainer, checkpointing = self._need_trainer(), self._checkpointing
+        assert checkpointing is not None, "the trainer came after it"
+        size = self._schedule.get(event.step)
+        if size is not None and event.rank == 0:
+            self._request_workers(size)
+        path, self._asked_path = self._asked_path, None
+        is_wanted = path is not None or checkpointing.is_due(event.step)
+        if is_wanted and event.rank == 0 and trainer.wait_for_sums():  # else the step is written when it is repeated
+            checkpointing.write(path or "")
+
+    def _announce(self, change: ViewChange) -> None:
+        """Print and record the change. The first of the workers that were there before does so."""
         trainer = self._need_trainer()
-        assert self._checkpointing is not None
-        if trainer.is_first:
-            size = self._schedule.get(trainer.progress.step)
-            if size is not None:
-                trainer.request_workers(size)
-        self._checkpointing.on_commit()
-        if self._commit_listeners:
-            progress, (duration_s, compute_s) = trainer.progress, trainer.step_times
-            event = StepCommitted(
-                progress.step,
-                progress.epoch,
-                progress.epoch_step,
-                self.size,
-                self.rank,
-                duration_s,
-                compute_s,
-                trainer.adaptation.last_values,
+        if trainer.announces:
+            what = f"recovered at step {change.step}:" if change.lost else "resize"
+            again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
+            self._notify(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
+            trainer.adaptation.record(
+                "view",
+                change.step,
+                old=change.old_size,
+                new=change.new_size,
+                pause_s=change.pause_s,
+                lost=change.lost,
+                repeated=change.repeated,
             )
-            for listener in self._commit_listeners:
-                listener(event)
+
+    # --- evaluation and metrics ---
+
+    def evaluate(self, dataset: Any, batch_size: int = 1, **loading: Any) -> Iterator[Any]:
+        """Yield this worker's share of the batches of `dataset`: N fixed shards are dealt over the workers there are.
+
+        Add the figures of each batch with `job.total(correct=..., seen=...)`; `job.total()` returns the totals after
+        the loop. They are the same bits on any number of workers, also if one is lost meanwhile. `loading` are options
+        of torch's DataLoader, such as num_workers and collate_fn.
+        """
+        refused = {"shuffle", "sampler", "batch_sampler"} & set(loading)
+        if refused:
+            raise ConfigError(f"job.evaluate({', '.join(sorted(refused))}=...): the shards of an evaluation are fixed")
+        evaluation = Evaluation(self._running(), dataset, {"batch_size": batch_size, **loading})
+        self._evaluation = evaluation
+        return iter(evaluation)
+
+    def total(self, **figures: Any) -> dict[str, float]:
+        """Add figures of a batch, in the loop over `job.evaluate`; after the loop, without arguments, return the totals."""
+        evaluation = self._evaluation
+        if evaluation is None or (figures and not evaluation.is_running):
+            raise TrainError(
+                "job.total adds the figures of a batch, in the body of `for batch in job.evaluate(...):`, where a worker that "
+                "is lost can be replaced; for other sums use job.all_reduce"
+            )
+        evaluation.add(figures)
+        return evaluation.totals
+
+    def all_reduce(self, value: Any, op: str = "sum") -> Any:
+        """Return the sum (or op="max", "min", "mean") of a number or tensor over all workers, the same on each of them.
+
+        All workers call it, outside of turns. The result depends on the number of workers where their values do.
+        """
+        trainer = self._running()
+        if op not in ("sum", "max", "min", "mean"):
+            raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
+        own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+        def ask(engine: Any) -> torch.Tensor:
+            host = own.to("cpu", copy=True).contiguous()
+            engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, determinism="exact").wait()
+            return host / engine.size if op == "mean" else host
+
+        found = trainer.together(ask, lambda: own.clone())
+        return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what each worker has given, in the order of ranks: numbers, strings, lists and dicts of them.
+
+        All workers call it, outside of turns.
+        """
+        try:
+            data = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them"
+            ) from error
+        rows = self._running().together(
+            lambda engine: engine.all_gather_bytes("outer", data.encode()), lambda: [data.encode()]
+        )
+        return [json.loads(row) for row in rows]
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on the first worker only, and return its result on every worker.
+
+        It runs with the random state of replica 0, as code for rank 0 does in a DDP script. If the first worker is lost
+        meanwhile, it runs on the next one. Results are numbers, strings, tensors, and lists and dicts of them.
+        """
+        return self._running().on_first(function)
 
     # --- checkpoints ---
 
     def save(self, path: str = "") -> None:
-        """Write a checkpoint of the step in progress once it is committed. Rank 0 writes it in the background.
+        """Write a checkpoint of the step in progress once it is committed; between steps, at once. Rank 0 writes it in
+        the background.
 
         Without a path it goes to `--checkpoint-dir`.
         """
         if not path and not (self._spec and self._spec.checkpoint_dir):
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
-        self._need_trainer()
-        assert self._checkpointing is not None
-        self._checkpointing.request(path)
+        trainer = self._need_trainer()
+        assert self._checkpointing is not None, "the trainer came after it"
+        if trainer.in_step:
+            self._asked_path = path
+        elif self.is_first and trainer.wait_for_sums():
+            self._checkpointing.write(path)
 
     def load(self, path: str) -> None:
         """Start from this checkpoint: a file, or the newest of a directory. Call it before `epochs`."""
-        if self._rendezvous is not None and self._rendezvous.has_state:
-            raise TrainError("job.load: the job is running; load before job.epochs")
+        self._declare("job.load")
         if not Path(path).exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
         self._load_path = path
-
-    def _start_job(self, had_state: bool) -> None:
-        """Set the state that the job starts with: from a checkpoint, or as the program has built it."""
-        assert self._state is not None
-        set_initial_state(
-            self._need_trainer(),
-            self._state,
-            had_state,
-            asked=self._load_path,
-            directory=self._spec.checkpoint_dir if self._spec is not None else "",
-            seed=self._seed,
-            notify=self._notify,
-        )
 
     # --- messages and signals ---
 

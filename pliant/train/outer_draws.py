@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,22 @@ class Draws:
         """Return what was drawn; None if nothing was."""
         return None if before == after else cls(before, after)
 
+    @property
+    def counts(self) -> tuple[int | None, ...]:
+        """How many words were drawn from the generators of Python, NumPy and torch, and from that of CUDA; None for
+        one that was seeded."""
+        before, after = self.before, self.after
+        words = [
+            0 if one == other else _words_between(one, other)
+            for one, other in ((before.python[0], after.python[0]), (before.numpy[0], after.numpy[0]))
+        ]
+        on_host = 0 if torch.equal(before.torch, after.torch) else _drawn(_bytes(before.torch), _bytes(after.torch))
+        on_device: int | None = 0
+        if before.cuda is not None and after.cuda is not None:
+            (seed, begin), (new_seed, end) = (_CUDA.unpack(_bytes(each)) for each in (before.cuda, after.cuda))
+            on_device = end - begin if seed == new_seed else None
+        return (*words, on_host, on_device)
+
     def apply(self, state: RngState) -> RngState:
         """Return `state`, moved as far as these draws have moved another replica's generators.
 
@@ -110,6 +127,10 @@ class Draws:
             torch=_moved_torch(state.torch, before.torch, after.torch),
             cuda=_moved_cuda(state.cuda, before.cuda, after.cuda),
         )
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
 
 
 def _moved_words(own: bytes, before: bytes, after: bytes) -> bytes:
@@ -184,9 +205,13 @@ def _draw_normal(form: torch.Tensor, at: Twister) -> torch.Tensor:
     return generator.get_state()
 
 
+def _view(data: Any) -> memoryview:
+    return memoryview(data)
+
+
 def _read_torch(state: torch.Tensor) -> Twister:
     data = state.numpy()
-    _, left, _, _ = _HEAD.unpack_from(data)
+    _, left, _, _ = _HEAD.unpack_from(_view(data))
     words = data[_HEAD.size : _NORMAL_AT].view("<u8").astype("<u4")
     return Twister(words.tobytes(), _WORDS + 1 - left)
 
@@ -195,20 +220,20 @@ def _write_torch(form: torch.Tensor, twister: Twister) -> torch.Tensor:
     """Return the state `form` with other words."""
     result = form.clone()
     data = result.numpy()
-    seed, _, seeded, _ = _HEAD.unpack_from(data)
-    _HEAD.pack_into(data, 0, seed, _WORDS + 1 - twister.position, seeded, twister.position)
+    seed, _, seeded, _ = _HEAD.unpack_from(_view(data))
+    _HEAD.pack_into(_view(data), 0, seed, _WORDS + 1 - twister.position, seeded, twister.position)
     data[_HEAD.size : _NORMAL_AT].view("<u8")[:] = np.frombuffer(twister.key, dtype="<u4")
     return result
 
 
 def _normal(state: torch.Tensor) -> float | None:
-    _, value, _, valid = _NORMAL.unpack_from(state.numpy(), _NORMAL_AT)
+    _, value, _, valid = _NORMAL.unpack_from(_view(state.numpy()), _NORMAL_AT)
     return value if valid else None
 
 
 def _with_normal(state: torch.Tensor, value: float | None) -> torch.Tensor:
     result = state.clone()
-    _NORMAL.pack_into(result.numpy(), _NORMAL_AT, 0.0, value or 0.0, 0.0, value is not None)
+    _NORMAL.pack_into(_view(result.numpy()), _NORMAL_AT, 0.0, value or 0.0, 0.0, value is not None)
     return result
 
 

@@ -2,21 +2,23 @@
 
 The trainer reports what has happened (an event) and does what it is told (an action); nothing else decides what comes
 next. A step of the program has one pass or several: in a pass each replica hosted here takes its turn, and then the
-gradients of all replicas are summed. Between passes the program's own code runs, once on every worker.
+gradients of all replicas are summed. Between passes the program's own code runs, once on every worker. Whatever else all
+workers do together (a sum of metrics, the end of an epoch) is a pass without turns.
 
     JOINING ──────► PROGRAM ◄────────────────────────────────────┐
                        │ the program begins a pass               │
                        ▼                                         │
               ┌─────► TURNS ──────► SUMS ──────► CONFIRMING ─────┤
-              │         │ loss       │ loss          │ loss      │
-              │         ▼            ▼               ▼           │
-              │        TORN ───► CHANGING ◄──────────┘           │
+              │                      │ loss          │ loss      │
+              │                      ▼               ▼           │
+              │                   CHANGING ◄─────────┘           │
               │                   │     │                        │
               └── the turns again ┘     └── the sums are here ───┘
 
 No worker leaves CONFIRMING before all workers have the sums. So after a loss the survivors agree without a copy of the
 state: if all of them have the sums of a pass, or one has gone on, the others go on too; else all do its turns again. The
-program never notices. Deferred updates have no such guarantee: a survivor that lacks sums fetches the state.
+program never notices. Deferred updates have no such guarantee: a step whose sums will never come is taken back, its
+outer body runs to its end without effect (TAKEN_BACK), and a survivor that lacks the state fetches it (CATCHING_UP).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Phase(enum.Enum):
     TURNS = "taking turns"
     SUMS = "waiting for sums"
     CONFIRMING = "waiting until all workers have the sums"
-    TORN = "torn: finishing a turn that does not count"
+    TAKEN_BACK = "finishing a step that does not count"
     CHANGING = "changing the view"
     CATCHING_UP = "fetching the state"
     LEAVING = "leaving"
@@ -47,7 +49,9 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassBegun:
-    """The program iterates over a step."""
+    """The program iterates over a step, or wants something of all workers."""
+
+    has_turns: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ class SumsArrived:
     """The sums, and the messages of all workers, are here. Complaints are the same on every worker."""
 
     complaint: str = ""
-    deferred: bool = False
-    """Sums are still on their way, and each is waited for where it is used."""
+    for_sure: bool = False
+    """Nobody has to be asked whether it has them: there is no other worker, or the updates are deferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,17 @@ class StateFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class StepUndone:
-    """The last pass was undone, because its deferred sums will never come."""
+class StateMade:
+    """This worker has made the state that the job starts with."""
+
+    passes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTakenBack:
+    """Deferred sums of the last pass will never come."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +153,9 @@ Event = (
     | ChangeAgreed
     | StepAsked
     | ViewEntered
+    | StateMade
     | StateFetched
-    | StepUndone
+    | StepTakenBack
     | Dismissed
     | ProgramEnded
 )
@@ -203,6 +217,16 @@ class Fail:
 Action = TakeTurn | Exchange | Confirm | EnterView | FetchState | RunProgram | Leave | Fail
 
 
+def ranks_behind(reports: Sequence[Report]) -> list[int]:
+    """Return the ranks that must fetch the state. Whoever has the sums of the newest pass goes on by itself."""
+    newest = max(report.passes for report in reports)
+    return [
+        rank
+        for rank, report in enumerate(reports)
+        if report.passes < newest and not (report.has_sums and report.passes == newest - 1)
+    ]
+
+
 class PhaseMachine:
     """Decides what a worker does next."""
 
@@ -215,7 +239,9 @@ class PhaseMachine:
         self.view_agreed: int | None = None
         self._elastic = elastic
         """Whether a lost worker can be survived."""
-        self._in_pass = False
+        self._in_pass = self._has_turns = False
+        self._is_lost = False
+        """Whether a worker was lost while the program ran."""
         self._hosted = 0
         self._slot = 0
 
@@ -229,12 +255,17 @@ class PhaseMachine:
         match event:
             case WorkerLost(why):
                 return self._lost(why)
-            case Dismissed(why) if self.phase in (Phase.JOINING, Phase.CHANGING, Phase.CATCHING_UP):
+            case StateMade(passes):
+                self.passes = passes
+                return RunProgram()
+            case Dismissed(why):
                 self.phase = Phase.LEAVING
                 return Leave(why)
             case ChangeAgreed(view):
                 self.view_agreed = view
                 return RunProgram()
+            case StepTakenBack(why):
+                return self._take_back(why)
         match self.phase, event:
             case Phase.JOINING | Phase.CHANGING, ViewEntered(reports, hosted):
                 return self._entered(reports, hosted)
@@ -242,43 +273,44 @@ class PhaseMachine:
                 self.passes, self.has_sums = passes, False
                 return self._go_on()
             case Phase.PROGRAM, StepAsked():
-                if self.view_agreed is None:
-                    return RunProgram()
-                self.phase = Phase.CHANGING
-                return EnterView(self.view_agreed)
-            case Phase.PROGRAM, PassBegun():
-                self._in_pass = True
-                return self._take_turns()
+                return self._change_view() if self._is_lost or self.view_agreed is not None else RunProgram()
+            case Phase.TAKEN_BACK, StepAsked():
+                return self._change_view()
+            case Phase.PROGRAM, PassBegun(has_turns):
+                self._in_pass, self._has_turns = True, has_turns
+                return self._change_view() if self._is_lost else self._begin_pass()
+            case Phase.TAKEN_BACK, PassBegun() | TurnTaken():
+                return RunProgram()
             case Phase.TURNS, TurnTaken():
+                if self._is_lost:
+                    return self._change_view()
                 self._slot += 1
                 if self._slot < self._hosted:
                     return TakeTurn(self._slot)
                 self.phase = Phase.SUMS
                 return Exchange()
-            case Phase.TORN, TurnTaken():
-                self.phase = Phase.CHANGING
-                return EnterView()
-            case Phase.SUMS, SumsArrived(complaint, deferred):
-                return self._arrived(complaint, deferred)
+            case Phase.SUMS, SumsArrived(complaint, for_sure):
+                return self._arrived(complaint, for_sure)
             case Phase.CONFIRMING, AllConfirmed():
                 return self._count_pass()
-            case Phase.PROGRAM | Phase.CHANGING, StepUndone():
-                self.passes -= 1
-                return RunProgram()
             case Phase.PROGRAM, ProgramEnded():
                 self.phase = Phase.DONE
                 return RunProgram()
         raise AssertionError(f"{event} while {self.phase.value}")
 
-    def _take_turns(self) -> Action:
-        self.phase, self._slot, self.has_sums = Phase.TURNS, 0, False
-        return TakeTurn(0)
+    def _begin_pass(self) -> Action:
+        self._slot, self.has_sums = 0, False
+        if self._has_turns:
+            self.phase = Phase.TURNS
+            return TakeTurn(0)
+        self.phase = Phase.SUMS
+        return Exchange()
 
-    def _arrived(self, complaint: str, deferred: bool) -> Action:
+    def _arrived(self, complaint: str, for_sure: bool) -> Action:
         if complaint:
             self.phase = Phase.FAILED
             return Fail(complaint)
-        if deferred or not self._elastic:
+        if for_sure or not self._elastic:
             return self._count_pass()
         self.phase, self.has_sums = Phase.CONFIRMING, True
         return Confirm()
@@ -293,32 +325,44 @@ class PhaseMachine:
             self.phase = Phase.FAILED
             return Fail(why)
         self.view_agreed = None
-        if self.phase is Phase.TURNS:
-            self.phase = Phase.TORN  # noticed in the middle of a turn: the program has to come back first
+        if self.phase in (Phase.TURNS, Phase.PROGRAM):
+            self._is_lost = True  # the program comes back first; without that worker there will be no sums
             return RunProgram()
-        if self.phase in (Phase.TORN, Phase.PROGRAM):
-            return RunProgram()  # it will be noticed again
-        self.phase = Phase.CHANGING
-        return EnterView()
+        if self.phase is Phase.TAKEN_BACK:
+            return RunProgram()
+        return self._change_view()
+
+    def _take_back(self, why: str) -> Action:
+        if not self._elastic:
+            self.phase = Phase.FAILED
+            return Fail(why)
+        if self.phase is not Phase.TAKEN_BACK:
+            self.passes -= 1
+        self.phase, self._in_pass, self.has_sums, self.view_agreed = Phase.TAKEN_BACK, False, False, None
+        return RunProgram()
+
+    def _change_view(self) -> Action:
+        planned = None if self._is_lost or self.phase is Phase.TAKEN_BACK else self.view_agreed
+        self.phase, self._is_lost, self.view_agreed = Phase.CHANGING, False, None
+        return EnterView(planned)
 
     def _entered(self, reports: Sequence[Report], hosted: int) -> Action:
-        self._hosted, self.view_agreed = hosted, None
+        self._hosted = hosted
         newest = max(report.passes for report in reports)
-        holders = tuple(rank for rank, report in enumerate(reports) if report.passes == newest)
-        if newest < 0:  # the job begins: the first worker makes the state
-            holders = (0,)
-        if self.passes == newest >= 0:
-            # Where all have the sums of the present pass, it counts, though nobody could be sure of it before. A new
-            # worker has none, and begins with the turns of this pass.
+        if self.passes == newest:
+            # Where all have the sums of the present pass, it counts, though nobody could be sure of it before.
             all_have = all(report.has_sums for report in reports)
-            return self._count_pass() if self._in_pass and self.has_sums and all_have else self._go_on()
+            return self._count_pass() if self.has_sums and all_have else self._go_on()
         if self.has_sums and self.passes == newest - 1:
             return self._count_pass()  # somebody has gone on, so everybody has the sums
+        if self._in_pass:
+            self.phase = Phase.FAILED
+            return Fail(f"the others are {newest - self.passes} passes ahead of this worker: it has to be replaced")
         self.phase = Phase.CATCHING_UP
-        return FetchState(holders)
+        return FetchState(tuple(rank for rank, report in enumerate(reports) if report.passes == newest))
 
     def _go_on(self) -> Action:
         if self._in_pass:
-            return self._take_turns()
+            return self._begin_pass()
         self.phase = Phase.PROGRAM
         return RunProgram()

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,14 +23,9 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
 from pliant.train import state_tree
-from pliant.train.buckets import BucketLayout
-from pliant.train.context import ReplicaContext
 from pliant.train.determinism import Fingerprint, Level, differences
-from pliant.train.events import Progress, ViewChange
-
-if TYPE_CHECKING:
-    from pliant.train.trainer import Trainer
-
+from pliant.train.job_state import JobState
+from pliant.train.phases import Report, ranks_behind
 
 log = logging.getLogger(__name__)
 REPORT_BYTES = 8192
@@ -54,8 +48,10 @@ class Left(SystemExit):
 class MemberReport:
     """A worker's report when it enters a view."""
 
-    step: int
-    """Steps committed here; -1 without a state."""
+    passes: int
+    """Passes that count here; -1 without a state."""
+    has_sums: bool
+    """Whether the sums of the next pass are here."""
     offered_bytes: int
     program: str
     """What must be the same on all workers: replicas, parameters, data."""
@@ -65,73 +61,76 @@ class MemberReport:
     """If true, it waits until every member has the state. If false, it trains on while others fetch from it."""
 
     def to_bytes(self) -> bytes:
-        return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint, self.stays]).encode()
+        fields = [self.passes, self.has_sums, self.offered_bytes, self.program, self.fingerprint, self.stays]
+        return json.dumps(fields).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MemberReport:
         return cls(*json.loads(data))
 
+    @property
+    def of_phases(self) -> Report:
+        return Report(self.passes, self.has_sums)
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredView:
+    """A view that this worker has entered."""
+
+    engine: Engine
+    reports: Sequence[MemberReport]
+    """Those of all workers; after a planned change only this worker's own."""
+    fetched: Handle | None
+    """Done when everybody in the view has the state."""
+    announces: bool
+    """Whether this worker tells about the change."""
+    started_job: bool = False
+    """Whether the job has started in this view."""
+    made_state: bool = False
+    """Whether this worker has made the state that it starts with."""
+
+    @property
+    def had_state(self) -> bool:
+        """Whether nobody had to fetch the state."""
+        return not ranks_behind([report.of_phases for report in self.reports])
+
 
 class ViewRendezvous:
-    """Takes a trainer into its next view."""
+    """Takes a worker into its next view."""
 
     def __init__(
         self,
         member: Member,
-        trainer: Trainer,
         state: JobState,
         program: str,
         fingerprint: Fingerprint,
         level: Level,
         start_job: Callable[[bool], None],
         before_end: Callable[[], None],
-        notify: Callable[[str], None],
     ) -> None:
-        self._member, self._trainer, self._state = member, trainer, state
+        self._member, self._state = member, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_job = start_job
         """Makes the state to start with. Its argument tells whether the job had a state before and lost it."""
         self._before_end = before_end
         """Called when no worker is left to go on: the last chance to write a checkpoint."""
-        self._notify = notify
-        self._was_listed = self._announces = False
+        self._was_listed = False
+        self._engine: Engine | None = None
         self.has_state = False
 
-    def join(self) -> None:
-        """Enter the job as a new worker: report that it is ready, and wait to be a member."""
+    def report_ready(self) -> None:
+        """Report that this worker can take part, as a new one."""
         try:
             self._member.ready()
         except NotWanted as error:
             raise Left(str(error)) from None  # removed while it was starting
-        self._enter_next(None)
 
-    def enter_next_view(self) -> None:
-        """Leave a view that has ended, at a step's boundary, and enter the next one."""
-        trainer = self._trainer
-        planned = trainer.switch_to if trainer.torn is None else None
-        lost, old_size = trainer.torn is not None, self._member.size
-        since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
-        self._enter_next(planned)
-        trainer.changes.begin(since_s, old_size, lost)
+    def enter(self, planned: int | None, own: Report) -> EnteredView:
+        """Enter `planned`, or else the next membership, until one works. `own` is what this worker reports.
 
-    def announce(self, change: ViewChange) -> None:
-        """Print and record the change. The first of the workers that were there before does so."""
-        if self._announces:
-            what = f"recovered at step {change.step}:" if change.lost else "resize"
-            again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
-            self._notify(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
-            self._trainer.adaptation.record(
-                "view",
-                change.step,
-                old=change.old_size,
-                new=change.new_size,
-                pause_s=change.pause_s,
-                lost=change.lost,
-                repeated=change.repeated,
-            )
-
-    def _enter_next(self, planned: int | None) -> None:
-        """Enter `planned`, or else the next membership, until one works."""
+        Raises:
+            Left: this worker is no longer part of the job, or the job is over.
+        """
         after = self._member.entered
         while True:
             membership = self._member.prepared_membership(planned) if planned is not None else None
@@ -142,14 +141,14 @@ class ViewRendezvous:
                 raise Left("the job is over")
             view = self._member.view_of(membership)
             if self._member.me not in view.workers:
-                if self._member.me not in membership.members and (self.has_state or self._was_listed):
+                is_listed = self._member.me in membership.members
+                if not is_listed and (self.has_state or (self._was_listed and not self._member.is_wanted)):
                     raise Left(f"{self._member.me} is not a member of view {membership.number}")
-                after, planned = membership.number, None  # stand by: more workers than replicas
+                after, planned = membership.number, None  # stand by: it may take part later
                 continue
             self._was_listed = self._member.entering = True
             try:
-                self._enter(membership, planned is not None)
-                return
+                return self._enter(membership, planned is not None, own)
             except CommError as error:
                 if not self._member.elastic or isinstance(error, Mismatch | CollectiveTimeout):
                     raise
@@ -158,48 +157,47 @@ class ViewRendezvous:
             finally:
                 self._member.entering = False
 
-    def _enter(self, membership: Membership, planned: bool) -> None:
-        trainer, member = self._trainer, self._member
+    def _enter(self, membership: Membership, planned: bool, own: Report) -> EnteredView:
+        member = self._member
         view = member.view_of(membership)
-        known = set(trainer.view.workers) if trainer.view is not None else set()
+        known = set(self._engine.view.workers) if self._engine is not None else set()
         offered = 0
         reclaim_state(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
             offered = lend_state(member, membership.number, self._state.read())
-        engine = member.enter(membership)
-        reports = self._submit_report(engine, "settle", offered, stays=not planned)
+        engine = self._engine = member.enter(membership)
+        report = self._report(own, offered, stays=not planned)
+        submitted = self._submit_report(engine, "settle", report)
+        reports: Sequence[MemberReport] = [report]
+        started_job = made_state = False
         if planned:
-            # All members of the old view have committed its last step, so they know that they hold the state. They do
-            # not wait for the reports of new workers, who fetch the state while these train on.
-            holders = [rank for rank, worker in enumerate(view.workers) if worker in known]
+            # All members of the old view have done its last pass, so they know that they hold the state. They do not
+            # wait for the reports of new workers, who fetch the state while these train on.
+            first = next(rank for rank, worker in enumerate(view.workers) if worker in known)
         else:
-            holders = self._compare(engine, membership, offered, reports)
-        trainer.enter_view(engine)
-        trainer.state_fetched = None  # do not wait for new members of an abandoned view
+            reports = self._wait_for_reports(submitted, report)
+            if not _holders(reports):
+                started_job = True
+                if engine.rank == 0:
+                    self._start_job(membership.number > 1)
+                    self.has_state = made_state = True
+                    offered = lend_state(member, membership.number, self._state.read())
+                    report = self._report(Report(self._state.progress.passes), offered, stays=True)
+                reports = self._wait_for_reports(self._submit_report(engine, "begin", report), report)
+            first = _holders(reports)[0]
+            self._check(reports, first, engine)
+        fetched = None
         if view.size > 1:
             token = torch.zeros(1, dtype=torch.uint8)
-            trainer.state_fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
-        self._announces = engine.rank == holders[0]
+            fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
+        return EnteredView(engine, reports, fetched, engine.rank == first, started_job, made_state)
 
-    def _compare(self, engine: Engine, membership: Membership, offered: int, submitted: Handle | None) -> list[int]:
-        """Find out who has the newest state, obtain it, and return the ranks that had it."""
-        reports = self._reports(submitted, offered)
+    def share_state(self, view: EnteredView) -> None:
+        """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""
+        engine, reports = view.engine, view.reports
         holders = _holders(reports)
-        if not holders:
-            if engine.rank == 0:
-                self._start_job(membership.number > 1)
-                self.has_state = True
-                offered = lend_state(self._member, membership.number, self._state.read())
-            reports = self._reports(self._submit_report(engine, "begin", offered), offered)
-            holders = _holders(reports)
-        self._check(reports, holders[0], engine)
-        self._obtain_state(engine, reports, holders)
-        return holders
-
-    def _obtain_state(self, engine: Engine, reports: Sequence[MemberReport], holders: Sequence[int]) -> None:
-        """Take this worker's part in giving everybody the newest state."""
         source, offered = holders[0], reports[holders[0]].offered_bytes
-        lacking = [rank for rank in range(engine.size) if rank not in holders]
+        lacking = ranks_behind([report.of_phases for report in reports])
         if engine.rank in lacking and not offered:
             # The others have left a view together, in good order as they thought, and lend nothing. This is rare: this
             # worker ends, and its runner starts another.
@@ -212,28 +210,27 @@ class ViewRendezvous:
             state = relay_state(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
             # If models are averaged, every holder has its own: all of the state must come from one.
-            sources = holders if self._trainer.averaging is None else holders[:1]
+            sources = holders if self._state.averaging is None else holders[:1]
             state = fetch_state(engine, sources, offered)
         if engine.rank in lacking:
             self._state.load(cast(dict[str, Any], state))
             self.has_state = True
 
-    def _report(self, offered: int, stays: bool = True) -> MemberReport:
-        step = self._trainer.progress.step if self.has_state else -1
-        return MemberReport(step, offered, self._program, self._fingerprint.to_json(), stays)
+    def _report(self, own: Report, offered: int, *, stays: bool) -> MemberReport:
+        return MemberReport(own.passes, own.has_sums, offered, self._program, self._fingerprint.to_json(), stays)
 
-    def _submit_report(self, engine: Engine, name: str, offered: int, stays: bool = True) -> Handle | None:
+    def _submit_report(self, engine: Engine, name: str, report: MemberReport) -> Handle | None:
         """Send everybody this worker's report; return None if it is alone."""
         if engine.view.size == 1:
             return None
-        data = self._report(offered, stays).to_bytes()
+        data = report.to_bytes()
         assert len(data) <= REPORT_BYTES, f"a report of {len(data)} bytes"
         row = torch.frombuffer(bytearray(data.ljust(REPORT_BYTES)), dtype=torch.uint8)
         return engine.all_gather(name, row)
 
-    def _reports(self, submitted: Handle | None, offered: int) -> list[MemberReport]:
+    def _wait_for_reports(self, submitted: Handle | None, own: MemberReport) -> list[MemberReport]:
         if submitted is None:
-            return [self._report(offered)]
+            return [own]
         rows = submitted.wait()
         assert rows is not None, "an all_gather has a result on every rank"
         return [MemberReport.from_bytes(bytes(row.numpy())) for row in rows]
@@ -257,7 +254,7 @@ class ViewRendezvous:
 
     def equalise(self) -> None:
         """Give every worker the state of the first one. Raises CommError if a worker is lost."""
-        engine = self._trainer.engine
+        engine = self._engine
         assert engine is not None, "there is a view"
         state = spread_state(engine, self._state.read() if engine.rank == 0 else None)
         if engine.rank != 0:
@@ -266,66 +263,8 @@ class ViewRendezvous:
 
 def _holders(reports: Sequence[MemberReport]) -> list[int]:
     """Return the ranks with the newest state."""
-    newest = max(report.step for report in reports)
-    return [rank for rank, report in enumerate(reports) if report.step == newest and newest >= 0]
-
-
-# --- the state of the job ---
-
-
-class JobState:
-    """Reads the whole state of a job from its trainer and the tracked objects, and loads it again."""
-
-    def __init__(self, trainer: Trainer, tracked: dict[str, Any]) -> None:
-        self._trainer, self._tracked = trainer, tracked
-
-    def read(self) -> dict[str, Any]:
-        """Return all that a new worker must know: references, no copies."""
-        trainer = self._trainer
-        progress, replicas = trainer.progress, trainer.replicas
-        return {
-            "progress": [progress.epoch, progress.epoch_step, progress.step],
-            "model": trainer.user.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in trainer.user.optimizers],
-            "tracked": {name: each.state_dict() for name, each in self._tracked.items()},
-            "buffers": list(trainer.first_buffers),
-            "layout": self._layout(),
-            "contexts": [context.to_bytes(replicas.num_loader_workers) for context in replicas.contexts],
-            "adaptation": trainer.adaptation.state_dict(),
-        }
-
-    def _layout(self) -> list[list[int]] | None:
-        """Return L2 once it is in use. Under D0 return None, because a restarted DDP begins with L1 again."""
-        gradients = self._trainer.gradients
-        if gradients.waits_for_order or not gradients.wanted or not self._trainer.keeps_layout:
-            return None
-        return gradients.layout.to_json()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load a state. Raises TrainError if its program tracks other objects."""
-        trainer = self._trainer
-        missing = set(state["tracked"]) ^ set(self._tracked)
-        if missing:
-            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
-        trainer.user.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(trainer.user.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name, saved in state["tracked"].items():
-            self._tracked[name].load_state_dict(saved)
-        trainer.first_buffers = [
-            saved.to(own.device) for saved, own in zip(state["buffers"], trainer.first_buffers, strict=True)
-        ]
-        trainer.buffers.load(trainer.first_buffers)
-        if trainer.averaging is not None:
-            trainer.averaging.before_load(state["progress"][2])
-        layout = state["layout"]
-        trainer.gradients.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
-        replicas = trainer.replicas
-        replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
-        replicas.count = trainer.gradients.num_replicas = len(replicas.contexts)
-        trainer.progress = Progress(*state["progress"])
-        if "adaptation" in state:  # old checkpoints have none
-            trainer.adaptation.load_state_dict(state["adaptation"])
+    newest = max(report.passes for report in reports)
+    return [rank for rank, report in enumerate(reports) if report.passes == newest and newest >= 0]
 
 
 # --- state between workers ---

@@ -63,11 +63,11 @@ Tensors = list[torch.Tensor]
 
 
 class ModelBuffers:
-    """The buffers of a model (such as BatchNorm's running statistics), saved and loaded as a whole."""
+    """The buffers of the models (such as BatchNorm's running statistics), saved and loaded as a whole."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         # Searched once: walking through the modules of a large model costs more than copying its buffers.
-        self._places = [(module._buffers, name) for module, name in _buffer_owners(model)]
+        self._places = [(module._buffers, name) for module, name in _buffer_owners(models)]
         self.num_bytes = sum(buffer.nbytes for buffer in self._current())
         self._groups = _groups_by_type(self._current())
 
@@ -107,10 +107,10 @@ class ModelBuffers:
         return tensors
 
 
-def _buffer_owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+def _buffer_owners(models: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
     """Return the module and name of each buffer, in the order of `model.buffers()`."""
     owners, seen = [], set()
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
@@ -136,6 +136,8 @@ class Replicas:
         self.num_samples = num_samples
         self.loading = loading
         """The present loader options. Decisions may change the batch size."""
+        self.times_dealt = 0
+        """How often the rest of an epoch was dealt anew."""
 
     @property
     def num_loader_workers(self) -> int:
@@ -153,7 +155,10 @@ class Replicas:
 
     def stream_of(self, replica: int, epoch: int) -> DataPosition:
         """Return the data position of the replica in this epoch, which may be the one after its context's."""
-        stream = self.contexts[replica].stream
+        return self.position_in(self.contexts[replica], epoch)
+
+    def position_in(self, context: ReplicaContext, epoch: int) -> DataPosition:
+        stream = context.stream
         while stream.epoch < epoch:
             stream = stream.next_epoch(self.loading)
         return stream
@@ -174,6 +179,7 @@ class Replicas:
         own += [self.contexts[0].buffers] * (count - len(own))
         self.contexts = [ReplicaContext(state, rest, buffers) for state, buffers in zip(states, own, strict=True)]
         self.count = count
+        self.times_dealt += 1
 
     def set_batch_size(self, size: int, epoch: int) -> None:
         """Change the batch size from the next step on: deal the rest of the epoch anew.
@@ -192,6 +198,7 @@ class Replicas:
 
     def use_batch_size(self, size: int) -> None:
         """Change the batch size where the data positions already account for it."""
+        self.times_dealt += 1
         self.loading = replace(self.loading, batch_size=size)
 
 

@@ -1,9 +1,11 @@
-"""A step of the training loop as the program sees it: an iteration over its turns, and the figures that they logged."""
+"""A step of the training loop as the program sees it: an iteration over its turns, and the figures that they logged.
+
+What all workers learn of a turn travels in a row of fixed size: what the replica did, and its figures.
+"""
 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from pliant.train.trainer import Trainer
 
 MAX_FIGURES = 8
-"""The figures that a turn may log: they travel in a fixed room."""
+MAX_NAMES = 96
+"""The figures that a turn may log, and the bytes of their names: they travel in a fixed room."""
 
 
 class Outcome(IntEnum):
@@ -26,10 +29,15 @@ class Outcome(IntEnum):
     NOTHING = 0
     SUMMED = 1
     SKIPPED = 2
+    PASSED_OVER = 3
+    """The program has left the step (`continue`, `break`) without a loop over it."""
+    NO_DATA = 4
+    """Its data have ended."""
 
 
-_TURN = struct.Struct(f"<BBI{MAX_FIGURES}d")
-"""The outcome; the number of figures, a checksum of their names, and their values."""
+_TURN = struct.Struct(f"<BIB{MAX_NAMES}s{MAX_FIGURES}d")
+"""The outcome, a bit for each model that got gradients, the number of figures, their names, their values."""
+TURN_BYTES = _TURN.size
 
 
 @dataclass(slots=True)
@@ -40,82 +48,130 @@ class Turn:
     slot: int
     is_last: bool
     outcome: Outcome = Outcome.NOTHING
-    figures: dict[str, float | torch.Tensor] = field(default_factory=dict)
+    models: int = 0
+    """A bit for each model that got gradients."""
+    figures: dict[str, Any] = field(default_factory=dict)
 
     def log(self, figures: Mapping[str, Any]) -> None:
-        self.figures.update(figures)
+        for name, value in figures.items():  # detached: a loss would keep its graph
+            self.figures[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        names = ", ".join(self.figures)
         if len(self.figures) > MAX_FIGURES:
-            raise TrainError(
-                f"step.log: {len(self.figures)} figures ({', '.join(self.figures)}); up to {MAX_FIGURES} travel with a step"
-            )
+            raise TrainError(f"step.log: {len(self.figures)} figures ({names}), but {MAX_FIGURES} travel with a step")
+        if len(names.encode()) > MAX_NAMES:
+            raise TrainError(f"step.log: the names {names} have more than {MAX_NAMES} bytes: use shorter ones")
 
     def pack(self) -> bytes:
         """Return what all workers learn of this turn."""
         names = sorted(self.figures)
-        values = [float(self.figures[name]) for name in names]
+        values = [_number(name, self.figures[name]) for name in names]
         padding = [0.0] * (MAX_FIGURES - len(values))
-        return _TURN.pack(self.outcome, len(values), zlib.crc32("\0".join(names).encode()), *values, *padding)
-
-
-TURN_BYTES = _TURN.size
-
-
-def summarise(rows: Sequence[bytes], names: Sequence[str], step: int) -> tuple[dict[str, float], str]:
-    """Return the mean of each figure over all replicas, and what is wrong with their turns; empty if nothing is.
-
-    `rows` are what the turns of all replicas have packed, in their order, and `names` are this worker's figures. The
-    answer is the same on every worker.
-    """
-    turns = [_TURN.unpack(row) for row in rows]
-    for replica, (outcome, *_) in enumerate(turns):
-        if outcome == Outcome.NOTHING:
-            return {}, (
-                f"replica {replica} ended its turn of step {step} without a summed backward(): call it on a loss of "
-                "this turn, or say step.skip() where a replica contributes nothing"
-            )
-    logged = {(count, checksum) for _, count, checksum, *_ in turns}
-    if len(logged) > 1:
-        other = next(replica for replica, turn in enumerate(turns) if turn[1:3] != turns[0][1:3])
-        return {}, (
-            f"replicas 0 and {other} logged different figures in step {step}: step.log takes the same names in every turn"
+        return _TURN.pack(
+            self.outcome, self.models, len(values), ",".join(names).encode().ljust(MAX_NAMES), *values, *padding
         )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.detach())
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TrainError(
+            f"step.log({name}={value!r:.60}): a figure is a number, or a tensor with one element"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """What is known of a replica's turn on every worker."""
+
+    outcome: Outcome
+    models: int
+    figures: dict[str, float]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TurnRow:
+        outcome, models, count, names, *values = _TURN.unpack(data)
+        figures = dict(zip(names.decode().strip().split(","), values, strict=False)) if count else {}
+        return cls(Outcome(outcome), models, figures)
+
+
+def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
+    """Return what is wrong with the turns of a pass, in the order of replicas; empty if nothing is. The answer is the
+    same on every worker."""
+    outcomes = [row.outcome for row in rows]
+    for replica, outcome in enumerate(outcomes):
+        if outcome is Outcome.NOTHING:
+            return (
+                f"replica {replica} ended its turn of step {step} without a backward() whose gradients are summed: call it "
+                "on a loss of this turn, or step.skip() where a replica contributes nothing"
+            )
+    for rare, what in (
+        (Outcome.PASSED_OVER, "left step {step} without a loop over it (continue or break)"),
+        (Outcome.NO_DATA, "has no more data at step {step}"),
+    ):
+        if rare in outcomes and set(outcomes) != {rare}:
+            one, other = outcomes.index(rare), next(i for i, each in enumerate(outcomes) if each is not rare)
+            return f"replica {one} {what.format(step=step)}, but replica {other} did not: all replicas must do the same"
+    summed = {row.models for row in rows if row.outcome is Outcome.SUMMED}
+    if len(summed) > 1:
+        first = next(row.models for row in rows if row.outcome is Outcome.SUMMED)
+        other = next(i for i, row in enumerate(rows) if row.outcome is Outcome.SUMMED and row.models != first)
+        return (
+            f"the backward of replica {other} in step {step} reached other models than those of the replicas before it"
+        )
+    logged = [(replica, row) for replica, row in enumerate(rows) if row.figures or row.outcome is Outcome.SUMMED]
+    for replica, row in logged:
+        if set(row.figures) != set(logged[0][1].figures):
+            return (
+                f"replicas {logged[0][0]} and {replica} logged different figures in step {step}: "
+                "step.log takes the same names in every turn"
+            )
+    return ""
+
+
+def means_of(rows: Sequence[TurnRow]) -> dict[str, float]:
+    """Return the mean of each figure over the replicas that logged it, added in the order of replicas."""
     means = {}
-    for place, name in enumerate(sorted(names)):
-        total = 0.0
-        for turn in turns:  # in the order of replicas, whichever workers host them
-            total += turn[3 + place]
-        means[name] = total / len(turns)
-    return means, ""
+    for name in next((row.figures for row in rows if row.figures), {}):
+        total, count = 0.0, 0
+        for row in rows:
+            if row.figures:
+                total, count = total + row.figures[name], count + 1
+        means[name] = total / count
+    return means
 
 
 class Step:
     """One step of the job.
 
-    Iterate over it for the turns of the replicas that this worker hosts: each turn gets its replica's batch, random state
-    and buffers. After the loop `.grad` holds the average over all replicas, as DDP leaves it. A second iteration is a
-    second synchronised backward of the same step, with the same batches.
+    Iterate over it for the turns of the replicas that this worker hosts: each turn gets its replica's batch, random
+    state and buffers. After the loop `.grad` holds the average over all replicas, as DDP leaves it. A second iteration
+    is a second synchronised backward of the same step, with the same batches.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, number: int, epoch: int, index: int) -> None:
         self._trainer = trainer
+        self.number = number
+        """The number of steps before this one, in the whole job."""
+        self.epoch = epoch
+        self.index = index
+        """The number of steps before this one in its epoch."""
         self.means: dict[str, float] = {}
-
-    @property
-    def number(self) -> int:
-        """The number of steps that were committed before this one."""
-        return self._trainer.progress.step
+        """The means of all figures that were logged."""
 
     @property
     def replica(self) -> int:
         """The replica whose turn it is."""
-        return self._trainer.running_turn.replica
+        return self._trainer.running_turn("step.replica").replica
 
     def __iter__(self) -> Iterator[Any]:
         return self._trainer.turns(self)
 
     def log(self, **figures: Any) -> None:
         """Log figures of this replica's turn, such as its loss. `step["loss"]` is their mean over all replicas."""
-        self._trainer.running_turn.log(figures)
+        self._trainer.running_turn("step.log").log(figures)
 
     def skip(self) -> None:
         """Let this replica contribute nothing: zeros in place of its gradients."""
@@ -126,5 +182,5 @@ class Step:
         try:
             return self.means[name]
         except KeyError:
-            known = ", ".join(self.means) or "nothing yet: it is known after the loop over the step"
+            known = ", ".join(self.means) or "nothing (figures are known after the loop over the step)"
             raise TrainError(f"step[{name!r}]: the turns of this step have logged {known}") from None

@@ -254,8 +254,9 @@ def _rounded(num_bytes: float, least: int, most: int) -> int:
 class SyncController:
     """Carries out on this worker what the first worker's tuner has chosen."""
 
-    def __init__(self, gradients: GradientReducer, deferred: DeferredUpdates, tuner: SyncTuner) -> None:
-        self._gradients, self._deferred, self._tuner = gradients, deferred, tuner
+    def __init__(self, reducers: Sequence[GradientReducer], deferred: DeferredUpdates, tuner: SyncTuner) -> None:
+        """With several reducers the tuner must not defer."""
+        self._reducers, self._deferred, self._tuner = reducers, deferred, tuner
         self._now = SyncConfig()
         self._next: SyncConfig | None = None
         self._in_flight_bytes = 0
@@ -265,6 +266,11 @@ class SyncController:
     def proposed(self) -> SyncConfig:
         """The configuration that this worker proposes; that of the first worker counts."""
         return self._tuner.config
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether steps may overlap."""
+        return self._tuner.may_defer
 
     def enter_view(self) -> None:
         self._next = None
@@ -279,7 +285,8 @@ class SyncController:
             self._in_flight_bytes = config.in_flight_bytes
             engine.limit_kernel_queue(config.in_flight_bytes)
         self._now = config or SyncConfig()
-        self._gradients.plan_step(self._now, self._deferred.order)
+        for reducer in self._reducers:
+            reducer.plan_step(self._now, self._deferred.order)
 
     def apply_decision(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
         """Follow the first worker's choice. The tuners of the others keep up, because they may be first in the next
@@ -292,8 +299,9 @@ class SyncController:
     def defer_updates(self, awaited: Sequence[PendingSum]) -> None:
         """Let the program go on: each of these sums is applied when its parameter is needed."""
         wanted = {index: place for place, index in enumerate(self._deferred.order)}
-        priorities = [wanted.get(index, len(wanted)) for index in range(len(self._gradients.parameters))]
-        self._deferred.begin(awaited, priorities)
+        [reducer] = self._reducers
+        priorities = [wanted.get(index, len(wanted)) for index in range(len(reducer.parameters))]
+        self._deferred.begin(awaited, priorities, reducer)
 
     def stats(self) -> SyncStats:
         waits, config = self._deferred.waits, self._now

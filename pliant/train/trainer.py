@@ -1,9 +1,13 @@
-"""The training loop of one worker: the turns of its replicas, the commit of each step, the change to another view.
+"""The training loop of one worker: it does what the machine of `phases` decides.
 
-All N replicas commit a step, or none does. Each replica hosted here takes its turn: its context is restored, its batches
-go through the user's loop, its gradients are collected, and its context is captured. In the last turn the gradients are
-summed over the whole job. The contexts and the buffers of replica 0 travel with them, so every worker has the whole
-state of the job afterwards. If a worker is lost before that, the step is torn: it is undone and repeated in a new view.
+All N replicas do a step, or none does. In each pass of a step the replicas hosted here take their turns: a replica's
+context is restored, its batch goes through the body of the inner loop, its gradients are collected, its context is
+captured. Then the gradients are summed over the whole job. The contexts and the buffers of replica 0 travel with them, so
+every worker has the whole state of the job afterwards. If a worker is lost before that, the turns are taken again in a new
+view, and the outer body does not notice.
+
+Between passes the program's own code runs once on every worker: with the buffers of replica 0, and the random state of the
+first replica hosted here. What it draws moves the generators of all replicas.
 """
 
 from __future__ import annotations
@@ -11,58 +15,62 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
-from pliant.cluster import View
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
-from pliant.errors import CommError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
+from pliant.errors import CommError, TrainError
 from pliant.train import trace
-from pliant.train.adaptation import Adaptation, AdaptationSettings
-from pliant.train.context import ReplicaContext, restore_rng
-from pliant.train.deferred import DeferredUpdates
-from pliant.train.events import Progress, ViewChanges
+from pliant.train.context import ReplicaContext, RngState, capture_rng, restore_rng
+from pliant.train.deferred import DeferredUpdates, is_survivable
+from pliant.train.events import Listeners, Progress, StepCommitted, ViewChanges
 from pliant.train.exchange import StepExchange, StepMessage
-from pliant.train.gradients import GradientReducer
-from pliant.train.rendezvous import reclaim_state
-from pliant.train.replicas import Blocks, ModelBuffers, Replicas, ReplicaSwitch, Tensors, place_replicas
-from pliant.train.sync import StepTimer, SyncController, SyncTuner
-
-if TYPE_CHECKING:
-    from pliant.train.feeder import ReplicaLoader
-    from pliant.train.optim import AveragingOptimizer
-
+from pliant.train.feeder import Feeder
+from pliant.train.guard import Guard
+from pliant.train.job_state import JobState
+from pliant.train.outer_draws import Draws
+from pliant.train.phases import (
+    Action,
+    AllConfirmed,
+    ChangeAgreed,
+    Confirm,
+    EnterView,
+    Event,
+    Exchange,
+    Fail,
+    FetchState,
+    Leave,
+    PassBegun,
+    Phase,
+    PhaseMachine,
+    ProgramEnded,
+    RunProgram,
+    StateFetched,
+    StateMade,
+    StepAsked,
+    StepTakenBack,
+    SumsArrived,
+    TakeTurn,
+    TurnTaken,
+    ViewEntered,
+    WorkerLost,
+    ranks_behind,
+)
+from pliant.train.rendezvous import EnteredView, Left, ViewRendezvous, reclaim_state, spread_state
+from pliant.train.replicas import Blocks, Placement, ReplicaSwitch, Tensors, place_replicas
+from pliant.train.step import Outcome, Step, Turn, TurnRow, complaint_about, means_of
+from pliant.train.sync import StepTimer, SyncController
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Turn:
-    """One replica's turn in a step."""
-
-    replica: int
-    slot: int
-    is_last: bool
-    done: bool = False
-    """Whether its gradients have been handed in."""
-
-
-@dataclass(slots=True)
-class UserObjects:
-    """The objects that the program has given to `job.wrap`, and their data loader."""
-
-    model: torch.nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    feeder: ReplicaLoader
-    sync_buffers: bool = True
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+T = TypeVar("T")
+StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class StepUndo:
     contexts: list[ReplicaContext]
     first_buffers: Tensors
     adaptation: dict[str, Any]
+    tracked: dict[str, Any]
 
 
 class Trainer:
@@ -81,390 +90,787 @@ class Trainer:
     def __init__(
         self,
         member: Member,
-        user: UserObjects,
-        replicas: Replicas,
-        gradients: GradientReducer,
+        state: JobState,
+        rendezvous: ViewRendezvous,
+        feeder: Feeder,
         deferred: DeferredUpdates,
-        tuner: SyncTuner,
+        sync: SyncController,
+        guard: Guard,
+        listeners: Listeners,
+        device: torch.device,
         blocks: Blocks | None = None,
         *,
         follows_view: bool = False,
-        keeps_layout: bool = True,
+        stall_watch: StallWatch = lambda _: contextlib.nullcontext(),
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.user = user
-        self.follows_view = follows_view
-        """Whether there is one replica per worker, whatever their number (weak scaling)."""
-        self.replicas = replicas
-        self.gradients = gradients
-        self.progress = Progress()
-        self.buffers = ModelBuffers(user.model)
-        self.first_buffers: Tensors = self.buffers.save()
-        """The buffers of replica 0 at the last committed step: what DDP would broadcast."""
-        self.replica_switch = ReplicaSwitch(self.buffers, user.device, user.sync_buffers)
+        """`loss_scale` returns the product of all gradient scalers' factors."""
+        self.state, self.progress, self.replicas = state, state.progress, state.replicas
+        self.reducers, self.adaptation, self.averaging = state.reducers, state.adaptation, state.averaging
+        self.deferred, self.sync, self.feeder = deferred, sync, feeder
+        self.phases = PhaseMachine(elastic=member.elastic)
+        self.replica_switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
+        self.changes = ViewChanges(listeners.view)
         self.turn: Turn | None = None
-        self.torn: CommError | None = None
-        self.catching_up = False
-        """Whether the program is at the end of an epoch that the job has already left."""
-        self.switch_to: int | None = None
-        """The membership that all workers have agreed to enter at the next boundary."""
-        self.changes = ViewChanges()
-        self.step_ended_s = 0.0
-        """When the program came back from its last step for the next batch."""
-        self.torn_s = 0.0
-        """When the last loss of a worker was noticed."""
+        """The turn in progress."""
         self.engine: Engine | None = None
         self.hosted: range = range(0)
-        self.enter_next_view: Callable[[], None] = lambda: None
-        """Enters the next view; `rendezvous` provides it."""
-        self.state_fetched: Handle | None = None
-        """Done when everybody in the view has the state."""
-        self.on_commit: Callable[[], None] = lambda: None
-        self.deferred = deferred
-        deferred.on_lost, deferred.on_complete = self.mark_torn, self._sums_complete
-        deferred.on_sum = gradients.sum_arrived
-        self.sync = SyncController(gradients, deferred, tuner)
-        self.loss_scale: Callable[[], float] = lambda: 1.0
-        """Returns the product of all gradient scalers' factors."""
-        self.averaging: AveragingOptimizer | None = None
-        """The optimizer, if it averages models instead of gradients."""
-        self._undo: StepUndo | None = None
-        self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.announces = False
+        """Whether this worker tells about the last change of view."""
+        self._member, self._rendezvous, self._guard, self._listeners = member, rendezvous, guard, listeners
+        self._device, self._blocks, self._follows_view = device, blocks, follows_view
+        self._stall_watch, self._loss_scale = stall_watch, loss_scale
+        self._exchange = StepExchange(state.buffers, self.replicas.num_loader_workers)
         self._timer = StepTimer()
-        self.stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-        """Wraps waits that may take long, for the stall detector."""
-        self.adaptation = Adaptation(AdaptationSettings(), self, replicas.loading.batch_size, None, lambda _: None)
-        """By default there are no policies, and nothing is decided."""
-        self.exchange = StepExchange(self.buffers, replicas.num_loader_workers)
-        self.keeps_layout = keeps_layout
-        """Whether the bucket layout outlives a view. If not, a new view begins with L1, as a restarted DDP would."""
-        self._member = member
-        self._blocks = blocks
-        self._needs_hosting = True
+        self._turns: list[Turn] = []
+        """The turns of the present pass that were taken here."""
+        self._orders: dict[int, list[int]] = {}
+        """For each reducer that still has its first layout, the order of replica 0's gradients in this pass."""
+        self._own_orders: dict[int, list[int]] = {}
+        """The same, where replica 0 is hosted here."""
+        self._means: dict[str, float] = {}
+        self._step: Step | None = None
+        """The step in progress; None between steps."""
+        self._passes_in_step = 0
+        self._owes_pass = False
+        """Whether the program has left a step by `break` before its first pass."""
+        self._first_batch: tuple[Any] | None = None
+        """The batch of the first replica hosted here, loaded when the step began."""
+        self._batches: dict[int, Any] = {}
+        self._step_contexts: list[ReplicaContext] = []
+        """The contexts with which the step began."""
+        self._outer: RngState | None = None
+        """The random state with which the program's own code began to run; None in turns."""
+        self._draws: Draws | None = None
+        """What the program drew in this step before its first pass."""
+        self._draws_checksum = 0
+        self._undo: StepUndo | None = None
+        self._fetched: Handle | None = None
+        self._writes_first = False
+        """Whether the program changes parameters before the first pass of its steps."""
+        self._versions = 0
+        self._dealt = -1
         self._reported_view = -1
+        self._left_early = False
+        self._joins_late = False
+        """Whether the others have run the program's code before this step already. What this worker does there is
+        dropped."""
+        self._step_ended_s = self._lost_s = 0.0
 
-    # --- a view ---
-
-    @property
-    def view(self) -> View | None:
-        return self.engine.view if self.engine is not None else None
+    # --- views ---
 
     @property
     def is_first(self) -> bool:
         """Whether this worker has rank 0: it writes checkpoints, and requests scheduled resizes for the whole job."""
         return self.engine is None or self.engine.rank == 0
 
+    @property
+    def size(self) -> int:
+        return self.engine.view.size if self.engine is not None else 1
+
     def _current_engine(self) -> Engine:
-        assert self.engine is not None, "enter_view() comes first"
+        assert self.engine is not None, "join() comes first"
         return self.engine
 
-    def enter_view(self, engine: Engine) -> None:
-        """Use this engine from now on, and host the replicas that its view places here."""
-        changed = self.engine is not None and self.engine is not engine
-        self.engine = engine
+    def join(self) -> None:
+        """Enter the job, as a new worker."""
+        self._rendezvous.report_ready()
+        self._perform(EnterView())
+
+    def _enter_view(self, planned: int | None) -> Action:
+        old_size, had_view = self._member.size, self.engine is not None
+        if planned is None and had_view:
+            for reducer in self.reducers:
+                reducer.halt()
+        in_outer_code = self.phases.phase is not Phase.JOINING and self._outer is not None
+        if in_outer_code:
+            self._note_draws()
+        since_s = (self._step_ended_s or time.monotonic()) if planned is not None else self._lost_s
+        entered = self._rendezvous.enter(planned, self.phases.report)
+        if entered.made_state:
+            self._handle(StateMade(self.progress.passes))
+        reports = tuple(report.of_phases for report in entered.reports)
+        behind = ranks_behind(reports)
+        placement = self._place(entered.engine)
+        arrived = ViewEntered(reports, len(placement.hosted))
+        try:
+            if planned is None and entered.engine.rank in behind:
+                action = self._handle(arrived)
+                if isinstance(action, FetchState):
+                    self._rendezvous.share_state(entered)
+                    action = self._handle(StateFetched(self.progress.passes))
+            else:
+                if behind:
+                    self._rendezvous.share_state(entered)
+                action = self._handle(arrived)
+        except CommError as error:
+            return self._lost(error)
+        if not had_view:
+            self._joins_late = not entered.started_job or self.progress.epoch_step > 0
+        self._use_view(entered, placement, planned is not None)
+        if had_view:
+            self.changes.begin(since_s, old_size, planned is None)
+        if self.turn is None and isinstance(action, RunProgram):
+            self._run_outer_code()
+            if behind or (planned is not None and self._writes_first):
+                # The program may change what new workers read.
+                return self._await_newcomers() or action
+        return action
+
+    def _place(self, engine: Engine) -> Placement:
         size = engine.view.size
-        if self.follows_view and size != self.replicas.count:
-            self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.user.device)
-            self.gradients.num_replicas = size
-        placement = place_replicas(self.replicas.count, size, engine.rank, self._blocks)
+        return place_replicas(size if self._follows_view else self.replicas.count, size, engine.rank, self._blocks)
+
+    def _use_view(self, entered: EnteredView, placement: Placement, planned: bool) -> None:
+        """Use this engine from now on, and host the replicas that its view places here."""
+        changed, engine = self.engine is not None and self.engine is not entered.engine, entered.engine
+        self.engine, self._fetched, self.announces = engine, entered.fetched, entered.announces
+        if self._follows_view and engine.view.size != self.replicas.count:
+            self.replicas.deal_to(engine.view.size, self.progress.epoch, self.progress.step, self._device)
         self.hosted = placement.hosted
-        self.exchange.enter_view(engine, placement)
-        if changed and not self.keeps_layout:
-            self.gradients.use_layout(None)
-        self.gradients.enter_view(engine, placement.blocks)
+        self._exchange.enter_view(engine, placement)
+        for reducer in self.reducers:
+            reducer.num_replicas = self.replicas.count
+            if changed and not self.state.keeps_layout:
+                reducer.use_layout(None)
+            reducer.enter_view(engine, placement.blocks)
         if self.averaging is not None:
             self.averaging.enter_view(engine, placement.blocks)
-        self.torn, self.switch_to, self._needs_hosting = None, None, True
         self.sync.enter_view()
         self._timer = StepTimer.of(engine)
         self.trace_engine()
         self.adaptation.enter_view(engine)
+        self._guard.enter_view()
+        self._first_batch, self._batches, self._dealt = None, {}, -1
+        if not self._turns:
+            self._draws_checksum = 0  # new workers have not drawn it
+        if entered.made_state or not planned:
+            self._member.settled()
 
     def trace_engine(self) -> None:
         """Add the engine's slices to the trace, if one is written."""
         if trace.enabled() and self.engine is not None:
             self.engine.watch(_trace_slice)
 
-    # --- the loop ---
+    def _lost(self, error: CommError) -> Action:
+        """Decide what follows the loss of a worker. Raises other errors, which no new view would cure."""
+        if not self._member.elastic or not is_survivable(error):
+            raise error
+        log.debug("%s while %s", error, self.phases.phase.value)
+        self._lost_s = time.monotonic()
+        self.changes.steps_begun = self.progress.step + 1
+        return self._handle(WorkerLost(str(error)))
 
-    def steps(self) -> Iterator[Any]:
-        """Yield the batches of the rest of this epoch, for the hosted replicas in turn."""
-        self._needs_hosting = True
-        self.catching_up = False
+    def _handle(self, event: Event) -> Action:
+        """Report an event to the machine. Where that makes a pass count, keep what it leaves."""
+        before = self.phases.passes
+        action = self.phases.handle(event)
+        if 0 <= before == self.phases.passes - 1 and not isinstance(event, StateFetched):
+            self._count_pass()
+        return action
+
+    def _await_newcomers(self) -> Action | None:
+        """Wait until new workers have the state. Return what to do if a worker is lost meanwhile."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            try:
+                fetched.wait()
+            except CommError as error:
+                return self._lost(error)
+        return None
+
+    def _perform(self, action: Action, exchange: Callable[[], Action] | None = None) -> Action:
+        """Do what the machine says until the program goes on, or a turn begins. `exchange` is what the workers do
+        together in this pass."""
+        while True:
+            match action:
+                case RunProgram() | TakeTurn():
+                    return action
+                case EnterView(planned):
+                    action = self._enter_view(planned)
+                case Exchange():
+                    assert exchange is not None, "only a pass has an exchange"
+                    try:
+                        action = exchange()
+                    except CommError as error:
+                        action = self._lost(error)
+                case Confirm():
+                    try:
+                        self._current_engine().barrier("confirm")
+                        action = self._handle(AllConfirmed())
+                    except CommError as error:
+                        action = self._lost(error)
+                case Fail(why):
+                    raise TrainError(why)
+                case Leave(why):
+                    raise Left(why)
+                case FetchState():
+                    raise AssertionError("a state is fetched where a view is entered")
+
+    # --- steps ---
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that are left of this epoch."""
         epoch = self.progress.epoch
-        try:
-            while self._begin_step(epoch):
-                for slot, replica in enumerate(self.hosted):
-                    if not (yield from self._take_turn(slot, replica)):
-                        return
-                    if self.torn is not None:
-                        break
-                self._end_step()
-        except GeneratorExit:
-            # The program leaves its loop early. A complete step counts.
-            if self.turn is not None and self.turn.is_last and self.turn.done and self.torn is None:
-                self._end_step()
-            raise
-        finally:
-            self.turn = None
-            if not self.wait_for_sums():
-                self.undo_step()
-            self._rest()
+        self._dealt = -1
+        while self._begin_step(epoch):
+            self._step = Step(self, self.progress.step, epoch, self.progress.epoch_step)
+            try:
+                yield self._step
+            except GeneratorExit:
+                self._leave_step()
+                raise
+            self._end_step()
 
     def _begin_step(self, epoch: int) -> bool:
         """Enter the right view and begin a step; return False if the epoch is over."""
+        self.settle()
         while True:
-            if self.switch_to is not None:
-                self.wait_for_sums()
-            if self.torn is not None:
-                self.undo_step()
-            if self.torn is not None or self.switch_to is not None:
-                self.enter_next_view()
+            if self.phases.phase is Phase.TAKEN_BACK:
+                self._undo_step()
+            elif self._joins_late:
+                self._joins_late, self._outer = False, None
+                self.state.reload()
+            else:
+                self._note_draws()
+            self._perform(self._handle(StepAsked()))
             if self.progress.epoch != epoch:
-                # The others had finished this epoch before they gave us their state. What the program does at its end
-                # has already been done to that state.
-                self.catching_up = True
-                return False
-            if self._needs_hosting:
-                streams = {replica: self.replicas.stream_of(replica, epoch) for replica in self.hosted}
-                self.user.feeder.host(streams, self.replicas.count, self.replicas.loading)
-                self._needs_hosting = False
-            if self.user.feeder.remaining(self.hosted[0]) > 0:
-                if not self._begin_averaging():
-                    continue
+                return False  # the others had finished it before they gave us their state
+            if self._dealt != self.replicas.times_dealt:
+                self._host()
+            if self.feeder.has_more(self.hosted):
+                self._batches, self._draws = {}, None
+                self._step_contexts = list(self.replicas.contexts)
                 self.adaptation.begin_epoch()
-                self.sync.begin_step(self._current_engine())
-                self.gradients.begin_step(self.progress.step)
-                if trace.enabled() and self._timer.began_s:
-                    trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
-                self._timer.begin_step(self._current_engine())
+                self._run_outer_code(loads=True)
+                self._versions = self._count_writes()
                 return True
-            self.wait_for_sums()
-            if self.torn is None:
-                self._await_newcomers()
-            if self.torn is None:
-                return False
+            if self.feeder.may_end_early:
+                self._pass_over(Outcome.NO_DATA)
+            if not self.wait_for_sums() or self._await_newcomers() is not None:
+                continue
+            if self.sync.may_defer:
+                self.together(
+                    lambda _: None, lambda: None
+                )  # whoever has left an epoch has all of its sums, and so have the others
+            return False
 
-    def _begin_averaging(self) -> bool:
-        """Start the exchange of models, if models are averaged; return False if a worker is lost."""
-        if self.averaging is not None:
-            try:
-                self.averaging.begin(self.progress.step)
-            except CommError as error:
-                self.mark_torn(error)
-        return self.torn is None
+    def _host(self) -> None:
+        """Load for the replicas hosted here, from where the step begins."""
+        contexts = self._step_contexts if self._passes_in_step else self.replicas.contexts
+        streams = {
+            replica: self.replicas.position_in(contexts[replica], self.progress.epoch) for replica in self.hosted
+        }
+        self.feeder.host(streams, self.replicas.count, self.replicas.loading)
+        self._dealt = self.replicas.times_dealt
+        if self._passes_in_step:
+            for replica in self.hosted:
+                restore_rng(contexts[replica].random, self._device)
+                self._batches[replica] = (self.feeder.next(replica),)
 
-    def wait_for_sums(self) -> bool:
-        """Wait for the sums of the last step that are still on their way; return False if it was torn instead."""
-        self.deferred.flush()
-        return self.torn is None
+    def _count_writes(self) -> int:
+        return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
 
-    def _sums_complete(self) -> None:
-        self.gradients.sums_complete()
-        self._undo = None
-        self._tracked_before.clear()
+    def _leave_step(self) -> None:
+        """The program leaves its loop early. A step with a pass counts; else its batches are passed over later."""
+        if self._passes_in_step:
+            self._end_step()
+        else:
+            self._owes_pass = self._step is not None
 
-    def undo_step(self) -> None:
-        """Undo the torn step, and the step before it if its sums had not all arrived."""
-        self.changes.steps_begun = self.progress.step + 1
-        if self._undo is not None:
-            undo, self._undo = self._undo, None
-            self.progress, self.first_buffers = undo.progress, undo.first_buffers
-            self.replicas.contexts = undo.contexts
-            if undo.adaptation:
-                self.adaptation.load_state_dict(undo.adaptation)
-        for thing, state in self._tracked_before.values():
-            thing.load_state_dict(state)
-        self._tracked_before.clear()
-        self.deferred.undo_step()
-
-    def save_tracked(self, name: str, thing: Any, state: dict[str, Any]) -> None:
-        """Remember the state of a tracked object from before a step that may have to be undone."""
-        self._tracked_before.setdefault(name, (thing, state))
-
-    def _await_newcomers(self) -> None:
-        """Wait until new workers have the state: what the program does at the end of an epoch may change what they
-        read."""
-        state_fetched, self.state_fetched = self.state_fetched, None
-        if state_fetched is not None:
-            try:
-                state_fetched.wait()
-            except CommError as error:
-                self.mark_torn(error)
-
-    def _take_turn(self, slot: int, replica: int) -> Generator[Any, None, bool]:
-        """Yield the replica's batches until it hands in its gradients; return False if the epoch ended before."""
-        context = self.replicas.contexts[replica]
-        turn = self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
-        self.replica_switch.restore(context, self.first_buffers)
-        self.gradients.begin_turn(slot)
-        taken = 0
-        while not turn.done and self.torn is None:
-            samples = self.user.feeder.next_size(replica)
-            try:
-                batch = self.user.feeder.next(replica)
-            except StopIteration:
-                log.warning("epoch %d ended in the middle of an accumulation, which is dropped", self.progress.epoch)
-                self.turn = None
-                return False
-            if self.changes.is_ending:
-                self.changes.end(self.progress.step, self._current_engine().view.size)
-            self._timer.begin_turn(self.deferred.waits.seconds)
-            taken += samples
-            self.gradients.record_samples(taken, self.loss_scale)
-            yield batch
-        return True
-
-    @property
-    def may_commit(self) -> bool:
-        """Whether the program shall now do what belongs to the step (optimizer, scheduler, ...)."""
-        if self.turn is None:
-            return not self.catching_up and self.torn is None
-        return self.turn.is_last and self.turn.done and self.torn is None
-
-    def end_turn(self) -> None:
-        """Save the context of the replica that has handed in its gradients. After the last turn, exchange with all
-        workers."""
-        turn = self.turn
-        if turn is None:
-            raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
-        turn.done = True
-        self._timer.end_turn(self.deferred.waits.seconds)
-        own = b"" if self.user.sync_buffers else bytes(self.buffers.pack(self.replica_switch.capture_buffers()).numpy())
-        context = ReplicaContext(self.replica_switch.capture_random(), self.user.feeder.stream(turn.replica), own)
-        self.exchange.new_contexts[turn.replica] = context
-        if turn.replica == 0:
-            self.exchange.new_buffers = self.replica_switch.capture_buffers()
-            if self.gradients.waits_for_order:
-                self.exchange.new_order = list(self.gradients.ready_order)
-        if turn.is_last:
-            try:
-                self._exchange()
-            except CommError as error:
-                self.gradients.fill_missing()
-                self.mark_torn(error)
-
-    def mark_torn(self, error: CommError) -> None:
-        """Drop the step in progress because of a lost worker. Raises other errors, which no new view would cure."""
-        if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
-            raise error  # no new view would follow
-        log.debug("step %d is torn: %s", self.progress.step, error)
-        self.gradients.halt()
-        self.torn, self.torn_s = error, time.monotonic()
-
-    # --- what travels with a step ---
-
-    def _exchange(self) -> None:
-        """Sum the gradients, and send everybody what the next step depends on."""
-        if self._current_engine().view.size == 1:
-            figures = self.adaptation.pack_row()  # the row of the last step, as with several workers
-            self.gradients.wait()
-            self.switch_to = self._agreed([self._member.prepared])
-            self.adaptation.read_rows([figures])
-            return
-        gradients, contexts = self.gradients, self.replicas.contexts
-        waiting = len(gradients.parameters) if gradients.waits_for_order else 0
-        message = StepMessage(
-            self.progress.step, self._member.prepared, self.sync.proposed, self._timer.last, self.adaptation.pack_row()
-        )
-        self.exchange.send(message, contexts, waiting)
-        began_s = time.monotonic()
-        awaited = gradients.pending_sums() if gradients.are_deferred else None
-        with self.stall_watch(f"the sums of step {self.progress.step}"):
-            if awaited is None:
-                gradients.wait()
-            if self.averaging is not None:
-                self.averaging.wait()
-            messages = self.exchange.receive(contexts, self.adaptation.row_size)
-        self.switch_to = self._agreed([each.prepared for each in messages])
-        measured = [each.measured for each in messages]
-        self.sync.apply_decision(messages[0].sync_config, measured, self._current_engine().rank)
-        self.adaptation.read_rows([each.figures for each in messages])
-        ended_s = time.monotonic()
-        self.deferred.waits.add(began_s, ended_s)
-        if trace.enabled():
-            trace.event("wait", "all workers", began_s, ended_s)
-        if awaited is not None:
-            self.sync.defer_updates(awaited)
-
-    def _agreed(self, prepared: Sequence[int]) -> int | None:
-        """Return the membership that all are prepared for, if it is new. The answer is the same on every worker."""
-        number = min(prepared)
-        return number if number == max(prepared) and number > self._member.entered else None
-
-    # --- the end of a step ---
+    def settle(self) -> None:
+        """Do what is left to do of a step that the program has left."""
+        if self._owes_pass:
+            self._owes_pass = False
+            self._end_step()
 
     def _end_step(self) -> None:
-        self.turn = None
-        self.step_ended_s = time.monotonic()
-        if self.torn is not None:
+        """Commit the step: the program has come back from its body."""
+        step, self._step = self._step, None
+        self._step_ended_s = time.monotonic()
+        if step is None or self.phases.phase is Phase.TAKEN_BACK:
             return
+        if not self._passes_in_step:
+            self._pass_over(Outcome.PASSED_OVER)
         if self.adaptation.has_decided and not self.wait_for_sums():
             return  # decisions wait until the step surely counts
-        if self.deferred.is_pending:
-            adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
-            self._undo = StepUndo(replace(self.progress), self.replicas.contexts, self.first_buffers, adaptation)
-            self.replicas.contexts = list(self.replicas.contexts)
-        new = self.exchange
-        for replica, context in new.new_contexts.items():
-            self.replicas.contexts[replica] = context
-        if new.new_buffers is not None:
-            self.first_buffers = new.new_buffers
-        if self.gradients.waits_for_order and new.new_order is not None:
-            assert not self.deferred.is_pending, "a view's first step has a barrier"
-            self.gradients.rebuild(new.new_order)
+        self._batches, self._first_batch, self._passes_in_step = {}, None, 0
         self.progress.step += 1
         self.progress.epoch_step += 1
-        new.clear()
         if self._reported_view < 0 or self._reported_view != self._member.entered:
             # Reported for every membership: the server forgets it for workers that were not members for a while.
             self._reported_view = self._member.entered
             self._member.settled()
             reclaim_state(self._member)  # all members have done a step, so all have the state
         self.adaptation.record_timing(self._timer.compute_s)
+        self.adaptation.values |= step.means
         try:
             self.adaptation.end_step()
         except CommError as error:
-            self.mark_torn(error)
-        self.on_commit()
+            self._perform_later(self._lost(error))
+        self._tell_listeners()
+
+    def _perform_later(self, action: Action) -> None:
+        assert isinstance(action, RunProgram), "the program runs, and the machine remembers the loss"
+
+    def _tell_listeners(self) -> None:
+        if self._listeners.commit:
+            progress = self.progress
+            event = StepCommitted(
+                progress.step,
+                progress.epoch,
+                progress.epoch_step,
+                self.size,
+                self._current_engine().rank,
+                time.monotonic() - self._timer.began_s,
+                self._timer.compute_s,
+                self.adaptation.last_values,
+            )
+            for listener in self._listeners.commit:
+                listener(event)
+
+    # --- passes ---
+
+    def turns(self, step: Step) -> Iterator[Any]:
+        """Yield the batches of the replicas hosted here, one turn each; then sum their gradients."""
+        if step is not self._step:
+            raise TrainError(f"step {step.number} is over: iterate over it in its own body of the loop")
+        if self.turn is not None:
+            raise TrainError(f"step {step.number}: a loop over the step inside of a loop over the step")
+        if self.is_taken_back:
+            return
+        self._begin_pass()
+        action = self._perform(self._handle(PassBegun()), self._exchange_turns)
+        self._left_early = True
+        try:
+            while isinstance(action, TakeTurn):
+                yield self._begin_turn(action.slot)
+                action = self._perform(self._end_turn(), self._exchange_turns)
+            self._left_early = False
+        finally:
+            self.turn = None
+            for reducer in self.reducers:
+                reducer.end_turns()
+        if not self.is_taken_back:
+            step.means |= self._means
+            self._run_outer_code()
+
+    def running_turn(self, what: str) -> Turn:
+        if self.turn is None:
+            raise TrainError(f"{what} belongs into the loop over the step: no replica has its turn here")
+        return self.turn
+
+    def skip_turn(self) -> None:
+        """Let the replica whose turn it is contribute nothing."""
+        turn = self.running_turn("step.skip()")
+        if any(reducer.handed_in for reducer in self.reducers):
+            raise TrainError(
+                f"step.skip() after the backward of replica {turn.replica}: its gradients are on their way"
+            )
+        turn.outcome = Outcome.SKIPPED
+
+    def _begin_pass(self) -> None:
+        """Begin a pass, before its first turn. (Turns that are taken again begin with `_begin_turn`.)"""
+        self._left_early = False
+        if self._passes_in_step:
+            self._note_draws()
+        else:
+            self._draws = self._draws_so_far()
+            self._writes_first = self._writes_first or self._count_writes() != self._versions
+            self._guard.begin_step(self.progress.step)
+        self._outer = None
+        self.state.first_buffers = self.state.buffers.save()  # the program may have changed them
+        is_pending = self.deferred.will_be_cleared
+        if not is_pending:
+            self.wait_for_sums()
+        for reducer in self.reducers:
+            reducer.begin_pass(is_pending=is_pending)
+
+    def _begin_turn(self, slot: int) -> Any:
+        """Give the replica in this slot its context, and return its batch."""
+        if slot == 0:
+            self._begin_turns()
+        replica = self.hosted[slot]
+        self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
+        context = self.replicas.contexts[replica]
+        for reducer in self.reducers:
+            reducer.begin_turn(slot)
+        size = self.feeder.next_size(replica)
+        if self._passes_in_step:
+            batch = self._batches[replica]
+            self.replica_switch.restore(context, self.state.first_buffers)
+        elif slot == 0 and self._first_batch is not None:
+            batch, self._first_batch = self._first_batch, None  # its random state and its buffers are in force
+        else:
+            self.replica_switch.restore(context, self.state.first_buffers)
+            batch = (self.feeder.next(replica),)
+            if self._draws is not None:
+                restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
+        self._batches[replica] = batch
+        if self.changes.is_ending:
+            self.changes.end(self.progress.step, self.size)
+        self._timer.begin_turn(self.deferred.waits.seconds)
+        self.reducers[0].record_samples(size, self._loss_scale)
+        return batch[0]
+
+    def _begin_turns(self) -> None:
+        """Begin the turns of a pass, for the first time or again in another view."""
+        engine = self._current_engine()
+        self._turns, self._own_orders = [], {}
+        self._exchange.clear()
+        if self._dealt != self.replicas.times_dealt:
+            self._host()
+        if self.averaging is not None:
+            try:
+                self.averaging.begin(self.progress.step)
+            except CommError as error:
+                self._perform_later(self._lost(error))
+        self.sync.begin_step(engine)
+        self.reducers[0].begin_step(self.progress.step)
+        if trace.enabled() and self._timer.began_s:
+            trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
+        if not self._passes_in_step:
+            self._timer.begin_step(engine)
+
+    def _end_turn(self) -> Action:
+        """Keep what the turn leaves: its context, and the buffers of replica 0."""
+        turn = self.turn
+        assert turn is not None, "a turn was taken"
+        self._timer.end_turn(self.deferred.waits.seconds)
+        self.turn = None
+        if self.deferred.lost is not None:
+            return self._take_back()
+        turn.models = sum(1 << number for number, reducer in enumerate(self.reducers) if reducer.handed_in)
+        if turn.models:
+            turn.outcome = Outcome.SUMMED
+        elif turn.outcome is Outcome.SKIPPED and not turn.is_last:
+            for reducer in self.reducers:
+                reducer.contribute_zeros()
+        self._keep_context(turn)
+        return self._handle(TurnTaken())
+
+    def _keep_context(self, turn: Turn) -> None:
+        buffers, switch = self.state.buffers, self.replica_switch
+        own = b"" if self.state.sync_buffers else bytes(buffers.pack(switch.capture_buffers()).numpy())
+        stream = self.feeder.stream(turn.replica)
+        self._exchange.new_contexts[turn.replica] = ReplicaContext(switch.capture_random(), stream, own)
+        if turn.replica == 0:
+            self._exchange.new_buffers = switch.capture_buffers()
+            self._own_orders = {
+                number: list(reducer.ready_order)
+                for number, reducer in enumerate(self.reducers)
+                if reducer.waits_for_order
+            }
+        self._turns.append(turn)
+
+    def _pass_over(self, outcome: Outcome) -> None:
+        """Take the batches of a step that the program has left without a pass: with DDP they are loaded, too."""
+
+        def exchange() -> Action:
+            self._turns = []
+            self._exchange.clear()
+            if self._dealt != self.replicas.times_dealt:
+                self._host()
+            for slot, replica in enumerate(self.hosted):
+                if slot == 0 and self._first_batch is not None:
+                    self._first_batch = None
+                else:
+                    self.replica_switch.restore(self.replicas.contexts[replica], self.state.first_buffers)
+                    if outcome is Outcome.PASSED_OVER:
+                        self.feeder.next(replica)
+                    if self._draws is not None:
+                        restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
+                self._keep_context(Turn(replica, slot, slot == len(self.hosted) - 1, outcome))
+            return self._exchange_turns()
+
+        if outcome is Outcome.PASSED_OVER:
+            self._draws = self._draws_so_far()
+        self._outer = None
+        self.state.first_buffers = self.state.buffers.save()
+        self._perform(self._handle(PassBegun(has_turns=False)), exchange)
+        self._run_outer_code()
+
+    # --- what travels with a pass ---
+
+    def _exchange_turns(self) -> Action:
+        """Sum the gradients, and send everybody what the next pass depends on."""
+        engine, contexts, is_first = self._current_engine(), self.replicas.contexts, not self._passes_in_step
+        began_s = time.monotonic()
+        message = StepMessage(
+            self.phases.passes,
+            self._member.prepared,
+            self.sync.proposed,
+            self._timer.last,
+            self.adaptation.pack_row() if is_first else b"",
+            [turn.pack() for turn in self._turns],
+            self._draws_checksum,
+            self._guard.checksum() if is_first else 0,
+        )
+        alone = engine.view.size == 1
+        if alone:
+            messages = [message]
+        else:
+            self._exchange.send(message, contexts)
+            with self._stall_watch(f"the turns of step {self.progress.step}"):
+                messages = self._exchange.receive(contexts, self.adaptation.row_size if is_first else 0)
+        rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
+        complaint = complaint_about(rows, self.progress.step) or self._complaint_about_workers(messages)
+        if complaint:
+            return self._handle(SumsArrived(complaint))
+        awaited = self._wait_for_sums_of(rows, is_alone=alone)
+        if is_first:
+            self.sync.apply_decision(messages[0].sync_config, [each.measured for each in messages], engine.rank)
+            self.adaptation.read_rows([each.figures for each in messages])
+        self._means = means_of(rows)
+        agreed = min(each.prepared for each in messages)
+        if agreed == max(each.prepared for each in messages) and agreed > self._member.entered:
+            self._handle(ChangeAgreed(agreed))
+        ended_s = time.monotonic()
+        self.deferred.waits.add(began_s, ended_s)
+        if trace.enabled():
+            trace.event("wait", "all workers", began_s, ended_s)
+        if awaited is not None:
+            self._remember_step()
+            self.sync.defer_updates(awaited)
+        return self._handle(SumsArrived(for_sure=alone or awaited is not None))
+
+    def _wait_for_sums_of(self, rows: Sequence[TurnRow], *, is_alone: bool) -> Any:
+        """Wait for the sums of all models that got gradients; or return those that are waited for where they are used."""
+        models = 0
+        for row in rows:
+            models |= row.models
+        if not models and len(self.reducers) == 1 and any(row.outcome is Outcome.SKIPPED for row in rows):
+            models = 1  # all replicas contribute zeros
+        reducers = [reducer for number, reducer in enumerate(self.reducers) if models >> number & 1]
+        if self._turns[-1].outcome is Outcome.SKIPPED:
+            for reducer in reducers:
+                reducer.contribute_zeros()
+        with self._stall_watch(f"the sums of step {self.progress.step}"):
+            if reducers and not is_alone and reducers[0].are_deferred:
+                return reducers[0].pending_sums()
+            for reducer in reducers:
+                reducer.wait()
+            if self.averaging is not None:
+                self.averaging.wait()
+            self._orders = {}
+            for number, reducer in enumerate(self.reducers):
+                if reducer in reducers and reducer.waits_for_order:
+                    order = self._own_orders.get(number, [])
+                    if not is_alone:
+                        order = self._exchange.share_order(f"order:{number}", order, len(reducer.parameters))
+                    if len(set(order)) == len(reducer.parameters):  # else replica 0 has skipped its turn
+                        self._orders[number] = order
+        return None
+
+    def _complaint_about_workers(self, messages: Sequence[StepMessage]) -> str:
+        """Return in what the workers differ that must be the same everywhere; empty if they do not."""
+        engine, step = self._current_engine(), self.progress.step
+        if len({each.draws for each in messages}) > 1:
+            one = next(rank for rank, each in enumerate(messages) if each.draws != messages[0].draws)
+            return (
+                f"before the pass of step {step} the workers {engine.view.workers[0]} and {engine.view.workers[one]} drew "
+                "different amounts of random numbers outside of turns: let all workers run the same code, or draw from a "
+                "generator of your own (torch.Generator, random.Random)"
+            )
+        return self._guard.compare(engine, [each.checksum for each in messages], step)
+
+    def _count_pass(self) -> None:
+        """Keep what the pass leaves: it counts."""
+        new = self._exchange
+        contexts = list(self.replicas.contexts)
+        for replica, context in new.new_contexts.items():
+            contexts[replica] = context
+        self.replicas.contexts = contexts
+        if new.new_buffers is not None:
+            self.state.first_buffers = new.new_buffers
+        for number, order in self._orders.items():
+            self.reducers[number].rebuild(order)
+        self._orders = {}
+        if self._turns:
+            self._passes_in_step += 1
+        self._turns, self._draws_checksum = [], 0
+        self.progress.passes = self.phases.passes
+        new.clear()
+
+    def _run_outer_code(self, *, loads: bool = False) -> None:
+        """Load the buffers of replica 0 and the random state of the first replica hosted here: the program's own code
+        runs with them. When a step begins, that replica's batch is loaded first, as with DDP."""
+        if not self.hosted or not self.replicas.contexts:
+            return
+        first = self.hosted[0]
+        random = self.replicas.contexts[first].random
+        restore_rng(random, self._device)
+        self.state.buffers.load(self.state.first_buffers)
+        if loads:
+            self._first_batch = (self.feeder.next(first),)
+            random = capture_rng(self._device)
+        self._outer = random
+
+    def _note_draws(self) -> None:
+        """Move the generators of all replicas as far as the program's own code has moved those in force."""
+        draws = self._draws_so_far()
+        if draws is not None:
+            self.replicas.contexts = [each.with_random(draws.apply(each.random)) for each in self.replicas.contexts]
+            self._outer = draws.after
+
+    def _draws_so_far(self) -> Draws | None:
+        """Return what the program's own code has drawn."""
+        if self._outer is None:
+            return None
+        draws = Draws.between(self._outer, capture_rng(self._device))
+        if draws is not None:
+            self._draws_checksum = zlib.crc32(repr((self._draws_checksum, draws.counts)).encode())
+        return draws
+
+    # --- deferred updates ---
+
+    def wait_for_sums(self) -> bool:
+        """Wait for the sums of the last step that are still on their way; return False if it is taken back instead."""
+        self.deferred.flush()
+        if self.deferred.lost is not None and self.phases.phase is not Phase.TAKEN_BACK:
+            self._take_back()
+        return self.phases.phase is not Phase.TAKEN_BACK
+
+    def _take_back(self) -> Action:
+        """Take back the last step: its sums will never come."""
+        error = self.deferred.lost
+        assert error is not None, "a sum is lost"
+        log.debug("step %d is taken back: %s", self.progress.step - 1, error)
+        self._lost_s = time.monotonic()
+        self.changes.steps_begun = self.progress.step + 1
+        for reducer in self.reducers:
+            reducer.fill_missing()
+        return self._handle(StepTakenBack(str(error)))
+
+    def _remember_step(self) -> None:
+        """Remember the state before a step whose sums have not all arrived."""
+        adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
+        tracked = {name: copy.deepcopy(each.state_dict()) for name, each in self.state.tracked.items()}
+        self._undo = StepUndo(
+            replace(self.progress), self.replicas.contexts, self.state.first_buffers, adaptation, tracked
+        )
+
+    def _undo_step(self) -> None:
+        """Go back to the state before the step that was taken back."""
+        undo, self._undo = self._undo, None
+        assert undo is not None, "it was remembered"
+        self.progress.set(undo.progress)
+        self.replicas.contexts, self.state.first_buffers = undo.contexts, undo.first_buffers
+        if undo.adaptation:
+            self.adaptation.load_state_dict(undo.adaptation)
+        self.deferred.undo_step()
+        for name, saved in undo.tracked.items():
+            self.state.tracked[name].load_state_dict(saved)
+        self._exchange.clear()
+        self._outer, self._dealt, self._passes_in_step = None, -1, 0
+
+    # --- what all workers do together, outside of steps ---
+
+    def together(self, ask: Callable[[Engine], T], alone: Callable[[], T]) -> T:
+        """Return what `ask` returns. All workers call this at the same place of their program; if one is lost, the
+        others ask again in a new view, so that all get an answer. In a step that was taken back, or with a single
+        worker, return what `alone` does."""
+        if self.turn is not None:
+            raise TrainError("the workers do this together, outside of the loop over a step: use step.log in a turn")
+        self.settle()
+        answers: list[T] = []
+
+        def exchange() -> Action:
+            answers.append(ask(self._current_engine()) if self.size > 1 else alone())
+            return self._handle(SumsArrived(for_sure=self.size == 1))
+
+        if not self.wait_for_sums():
+            return alone()
+        self._perform(self._handle(PassBegun(has_turns=False)), exchange)
+        return answers[-1]
+
+    @property
+    def in_step(self) -> bool:
+        return self._step is not None
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether the step in progress does not count: the program runs to its end without effect."""
+        return self.phases.phase is Phase.TAKEN_BACK
+
+    @property
+    def rank(self) -> int:
+        return self.engine.rank if self.engine is not None else 0
+
+    def begin_shards(self) -> None:
+        """Begin an evaluation, in which every replica has its shard."""
+        if self.turn is not None:
+            raise TrainError("job.evaluate in a turn: evaluate outside of the loop over a step")
+        self.settle()
+        self.wait_for_sums()
+        self._note_draws()
+        self._outer = None
+
+    def begin_shard(self, replica: int) -> None:
+        restore_rng(self.replicas.contexts[replica].random, self._device)
+
+    def end_shard(self) -> RngState:
+        return capture_rng(self._device)
+
+    def end_shards(self, states: dict[int, RngState]) -> None:
+        """End an evaluation: every replica goes on from the state after its shard."""
+        contexts = self.replicas.contexts
+        self.replicas.contexts = [
+            each.with_random(states[replica]) if replica in states else each for replica, each in enumerate(contexts)
+        ]
+        self._run_outer_code()
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` returns on the first worker. It runs there with the random state of replica 0."""
+        self.begin_shards()
+
+        def run() -> dict[str, Any]:
+            self.begin_shard(0)
+            return {"result": function(), "random": self.end_shard().to_bytes()}
+
+        def ask(engine: Engine) -> Any:
+            return spread_state(engine, run() if engine.rank == 0 else None)
+
+        found = self.together(ask, run)
+        self.end_shards({0: RngState.from_bytes(found["random"])})
+        return found["result"]
+
+    def end_epoch(self, epoch: int) -> None:
+        """The program has come to the end of an epoch."""
+        self.settle()
+        if self.progress.epoch == epoch and self.wait_for_sums():
+            self.progress.epoch += 1
+            self.progress.epoch_step = 0
+
+    def finish(self) -> None:
+        """Leave once every worker has the last step: until then one of them may need this worker's state."""
+        self.settle()
+        if self.size > 1:
+            try:
+                self.together(lambda engine: engine.barrier("finish"), lambda: None)
+            except Left:
+                if not self._member.over:
+                    raise
+                return  # another worker has passed the barrier, so all of them have the last step
+        self._handle(ProgramEnded())
 
     @property
     def step_times(self) -> tuple[float, float]:
         """Seconds since the step in progress began, and how many of them the replicas hosted here computed."""
         return time.monotonic() - self._timer.began_s, self._timer.compute_s
 
-    # --- what policies decide ---
-
-    def set_batch_size(self, size: int) -> None:
-        """Change the batch size of every replica from the next step on: deal the rest of the epoch anew.
-
-        Raises:
-            ConfigError: an epoch would not have one such batch.
-        """
-        self.replicas.set_batch_size(size, self.progress.epoch)
-        self._needs_hosting = True
-
-    def use_batch_size(self, size: int) -> None:
-        """Change the batch size where the data positions of the replicas already account for it."""
-        self.replicas.use_batch_size(size)
-        self._needs_hosting = True
-
-    def request_workers(self, num_workers: int) -> None:
-        """Request a number of workers in the background."""
-
-        def request() -> None:
-            try:
-                self._member.resize(num_workers)
-            except PliantError as error:
-                log.warning("%d workers cannot be had: %s", num_workers, error)
-
-        threading.Thread(target=request, daemon=True).start()
-
-    def _rest(self) -> None:
-        """Between epochs, load the buffers of replica 0 and the random state of the first hosted replica."""
-        self.gradients.end_turns()
-        if self.hosted and self.replicas.contexts:
-            restore_rng(self.replicas.contexts[self.hosted[0]].random, self.user.device)
-        self.buffers.load(self.first_buffers)
+    def check_outer(self, what: str) -> None:
+        """Raise TrainError if `what` is called where it does not belong: in a turn, or after a loop that was left."""
+        if self.turn is not None:
+            raise TrainError(
+                f"{what} in the turn of replica {self.turn.replica}: it belongs after the loop over the step, where it "
+                "runs once for all replicas"
+            )
+        if self._left_early:
+            raise TrainError(
+                f"{what} in step {self.progress.step}, whose loop was left before all replicas had their turn: "
+                "use step.skip() and go on, or break out of the outer loop"
+            )
 
 
 def _trace_slice(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:

@@ -1,0 +1,96 @@
+"""An evaluation whose result does not depend on the workers: N fixed shards, dealt over the workers that there are.
+
+Each shard runs with the random state of the replica of the same number, as it would on that DDP rank. Its figures are
+added in the order of its batches, and the figures of all shards in the order of shards. If a worker is lost, the shards
+that only it had evaluated are dealt to the others.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from pliant.errors import TrainError
+from pliant.train.context import RngState
+from pliant.train.trainer import Trainer
+
+Figures = dict[str, Any]
+
+
+class Evaluation:
+    """One evaluation of a dataset: an iterator over batches, and the totals afterwards."""
+
+    def __init__(self, trainer: Trainer, dataset: Any, options: dict[str, Any]) -> None:
+        self._trainer, self._dataset, self._options = trainer, dataset, options
+        self._figures: Figures = {}
+        """The figures of the shard in progress."""
+        self.is_running = False
+        self.totals: dict[str, float] = {}
+
+    def add(self, figures: Figures) -> None:
+        """Add figures of the present batch to those of its shard."""
+        for name, value in figures.items():
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            self._figures[name] = self._figures[name] + value if name in self._figures else value
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer, count = self._trainer, self._trainer.replicas.count
+        done: dict[int, tuple[dict[str, float], RngState]] = {}
+        shards = list(trainer.hosted)
+        trainer.begin_shards()
+        self.is_running = True
+        try:
+            while True:
+                for shard in shards:
+                    self._figures = {}
+                    trainer.begin_shard(shard)
+                    yield from self._batches(shard, count)
+                    figures = {name: _number(name, value) for name, value in self._figures.items()}
+                    done[shard] = figures, trainer.end_shard()
+                rows = self._gather(done)
+                found = {shard: (figures, state) for row in rows for shard, figures, state in json.loads(row)}
+                missing = [shard for shard in range(count) if shard not in found]
+                if not missing or trainer.is_taken_back:
+                    break
+                rank, size = trainer.rank, trainer.size
+                shards = missing[rank::size]
+        finally:
+            self.is_running = False
+        trainer.end_shards({shard: RngState.from_bytes(base64.b64decode(found[shard][1])) for shard in found})
+        self.totals = _add([found[shard][0] for shard in sorted(found)])
+
+    def _gather(self, done: dict[int, tuple[dict[str, float], RngState]]) -> list[bytes]:
+        """Return what all workers have evaluated."""
+        row = json.dumps([[shard, figures, _text(state)] for shard, (figures, state) in done.items()]).encode()
+        return self._trainer.together(lambda engine: engine.all_gather_bytes("shards", row), lambda: [row])
+
+    def _batches(self, shard: int, count: int) -> Iterator[Any]:
+        indices = range(shard, len(self._dataset), count)
+        return iter(DataLoader(Subset(self._dataset, indices), **self._options))
+
+
+def _text(state: RngState) -> str:
+    return base64.b64encode(state.to_bytes()).decode()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TrainError(
+            f"job.total({name}={value!r:.60}): a figure is a number, or a tensor with one element"
+        ) from error
+
+
+def _add(shards: list[dict[str, float]]) -> dict[str, float]:
+    """Add the figures of all shards, in their order. A shard without batches has none."""
+    totals: dict[str, float] = {}
+    for figures in shards:
+        for name, value in figures.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals

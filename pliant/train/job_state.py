@@ -1,0 +1,111 @@
+"""The whole state of a job, as a new worker or a checkpoint gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pliant.errors import TrainError
+from pliant.train.adaptation import Adaptation
+from pliant.train.buckets import BucketLayout
+from pliant.train.context import ReplicaContext
+from pliant.train.events import Progress
+from pliant.train.gradients import GradientReducer
+from pliant.train.optim import AveragingOptimizer
+from pliant.train.replicas import ModelBuffers, Replicas, Tensors
+
+
+class JobState:
+    """The parts of a job that a new worker must know. It reads them, and loads them again."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        tracked: dict[str, Any],
+        replicas: Replicas,
+        reducers: Sequence[GradientReducer],
+        adaptation: Adaptation,
+        progress: Progress,
+        averaging: AveragingOptimizer | None = None,
+        *,
+        keeps_layout: bool = True,
+        sync_buffers: bool = True,
+    ) -> None:
+        self.models, self.optimizers, self.tracked = models, optimizers, tracked
+        self.replicas, self.reducers, self.adaptation, self.progress = replicas, reducers, adaptation, progress
+        self.averaging = averaging
+        self.keeps_layout = keeps_layout
+        """Whether the bucket layout outlives a view. If not, a new view begins with L1, as a restarted DDP would."""
+        self.sync_buffers = sync_buffers
+        self.buffers = ModelBuffers(models)
+        self.first_buffers: Tensors = self.buffers.save()
+        """The buffers of replica 0 after the last pass: what DDP would broadcast."""
+        self._loaded: dict[str, Any] | None = None
+
+    def read(self) -> dict[str, Any]:
+        """Return all that a new worker must know: references, no copies."""
+        progress, replicas = self.progress, self.replicas
+        return {
+            "progress": [progress.epoch, progress.epoch_step, progress.step, progress.passes],
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "tracked": {name: each.state_dict() for name, each in self.tracked.items()},
+            "buffers": list(self.first_buffers),
+            "layouts": [self._layout(reducer) for reducer in self.reducers],
+            "contexts": [context.to_bytes(replicas.num_loader_workers) for context in replicas.contexts],
+            "adaptation": self.adaptation.state_dict(),
+        }
+
+    def _layout(self, reducer: GradientReducer) -> list[list[int]] | None:
+        """Return L2 once it is in use. Under D0 return None, because a restarted DDP begins with L1 again."""
+        if reducer.waits_for_order or not reducer.wanted or not self.keeps_layout:
+            return None
+        return reducer.layout.to_json()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state. Raises TrainError if its program tracks other objects, or has other models."""
+        self._loaded = state
+        models = state["models"] if "models" in state else [state["model"]]  # a checkpoint of version 0.1 has one
+        layouts = state["layouts"] if "layouts" in state else [state["layout"]]
+        missing = set(state["tracked"]) ^ set(self.tracked)
+        if missing:
+            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
+        if len(models) != len(self.models) or len(state["optimizers"]) != len(self.optimizers):
+            raise TrainError(
+                f"a state of {len(models)} models and {len(state['optimizers'])} optimizers, but this program has "
+                f"{len(self.models)} and {len(self.optimizers)}"
+            )
+        for model, saved in zip(self.models, models, strict=True):
+            model.load_state_dict(saved)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, saved in state["tracked"].items():
+            self.tracked[name].load_state_dict(saved)
+        self.first_buffers = [
+            saved.to(own.device) for saved, own in zip(state["buffers"], self.first_buffers, strict=True)
+        ]
+        self.buffers.load(self.first_buffers)
+        if self.averaging is not None:
+            self.averaging.before_load(state["progress"][2])
+        replicas = self.replicas
+        replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
+        replicas.count = len(replicas.contexts)
+        for reducer, layout in zip(self.reducers, layouts, strict=True):
+            reducer.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
+            reducer.num_replicas = replicas.count
+        self.progress.set(Progress(*state["progress"]))
+        if "adaptation" in state:  # old checkpoints have none
+            self.adaptation.load_state_dict(state["adaptation"])
+
+    def reload(self) -> None:
+        """Load the state that was loaded last once more: what the program has done to it since does not count."""
+        if self._loaded is not None:
+            self.load(self._loaded)
+        self.forget_loaded()
+
+    def forget_loaded(self) -> None:
+        """Free the memory of the state that was loaded last."""
+        self._loaded = None
