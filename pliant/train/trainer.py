@@ -182,8 +182,10 @@ class Trainer:
         if planned is None and had_view:
             for reducer in self.reducers:
                 reducer.halt()
-        in_outer_code = self.phases.phase is not Phase.JOINING and self._outer is not None
-        if in_outer_code:
+        draws = None
+        if self._is_before_pass:  # these draws follow the loading of batches, and are noted when the pass begins
+            draws = Draws.between(self._outer, capture_rng(self._device)) if self._outer is not None else None
+        elif had_view:
             self._note_draws()
         since_s = (self._step_ended_s or time.monotonic()) if planned is not None else self._lost_s
         entered = self._rendezvous.enter(planned, self.phases.report)
@@ -211,11 +213,18 @@ class Trainer:
         if had_view:
             self.changes.begin(since_s, old_size, planned is None)
         if self.turn is None and isinstance(action, RunProgram):
-            self._run_outer_code()
+            self._run_outer_code(loads=self._is_before_pass)
+            if draws is not None and self._outer is not None:
+                restore_rng(draws.apply(self._outer), self._device)
             if behind or (planned is not None and self._writes_first):
                 # The program may change what new workers read.
                 return self._await_newcomers() or action
         return action
+
+    @property
+    def _is_before_pass(self) -> bool:
+        """Whether the program's own code runs at the beginning of a step, before its first pass."""
+        return self._step is not None and not self._passes_in_step
 
     def _place(self, engine: Engine) -> Placement:
         size = engine.view.size
@@ -702,6 +711,8 @@ class Trainer:
         restore_rng(random, self._device)
         self.state.buffers.load(self.state.first_buffers)
         if loads:
+            if self._dealt != self.replicas.times_dealt:
+                self._host()
             self._first_batch = (self.feeder.next(first),)
             random = capture_rng(self._device)
         self._outer = random
@@ -805,6 +816,8 @@ class Trainer:
         self.wait_for_sums()
         self._note_draws()
         self._outer = None
+        if self._is_before_pass:
+            self._first_batch, self._dealt = None, -1  # the batches of this step are loaded afterwards
 
     def begin_shard(self, replica: int) -> None:
         restore_rng(self.replicas.contexts[replica].random, self._device)
@@ -818,7 +831,8 @@ class Trainer:
         self.replicas.contexts = [
             each.with_random(states[replica]) if replica in states else each for replica, each in enumerate(contexts)
         ]
-        self._run_outer_code()
+        self._step_contexts = self.replicas.contexts if self._is_before_pass else self._step_contexts
+        self._run_outer_code(loads=self._is_before_pass)
 
     def on_first(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns on the first worker. It runs there with the random state of replica 0."""
