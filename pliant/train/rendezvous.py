@@ -300,15 +300,15 @@ def _allocate(table: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=state_tree.dtype_of(dtype)) for dtype, shape in table["tensors"]]
 
 
-def spread_state(engine: Engine, state: object | None) -> object:
-    """Return the state of rank 0 on every rank; the others pass None.
+def spread_state(engine: Engine, state: object | None, source: int = 0) -> object:
+    """Return the state of rank `source` on every rank; the others pass None.
 
     Raises:
         CommError: a worker is lost.
     """
-    contents, tensors = _pack_state(state) if engine.rank == 0 else (b"", None)
-    contents = engine.all_gather_bytes("spread", contents)[0]
-    return _broadcast(engine, "spread", contents, tensors, 0, None)
+    contents, tensors = _pack_state(state) if engine.rank == source else (b"", None)
+    contents = engine.all_gather_bytes("spread", contents)[source]
+    return _broadcast(engine, "spread", contents, tensors, source, None)
 
 
 def relay_state(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, state: object | None) -> object:

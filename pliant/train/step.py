@@ -35,8 +35,9 @@ class Outcome(IntEnum):
     """Its data have ended."""
 
 
-_TURN = struct.Struct(f"<BIB{MAX_NAMES}s{MAX_FIGURES}d")
-"""The outcome, a bit for each model that got gradients, the number of figures, their names, their values."""
+_TURN = struct.Struct(f"<BI?B{MAX_NAMES}s{MAX_FIGURES}d")
+"""The outcome, a bit for each model that got gradients, whether values are kept for the next pass, the number of figures,
+their names, their values."""
 TURN_BYTES = _TURN.size
 
 
@@ -51,6 +52,8 @@ class Turn:
     models: int = 0
     """A bit for each model that got gradients."""
     figures: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Values for this replica's turn in the next pass of the step."""
 
     def log(self, figures: Mapping[str, Any]) -> None:
         for name, value in figures.items():  # detached: a loss would keep its graph
@@ -67,7 +70,13 @@ class Turn:
         values = [_number(name, self.figures[name]) for name in names]
         padding = [0.0] * (MAX_FIGURES - len(values))
         return _TURN.pack(
-            self.outcome, self.models, len(values), ",".join(names).encode().ljust(MAX_NAMES), *values, *padding
+            self.outcome,
+            self.models,
+            bool(self.kept),
+            len(values),
+            ",".join(names).encode().ljust(MAX_NAMES),
+            *values,
+            *padding,
         )
 
 
@@ -88,13 +97,14 @@ class TurnRow:
 
     outcome: Outcome
     models: int
+    keeps: bool
     figures: dict[str, float]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TurnRow:
-        outcome, models, count, names, *values = _TURN.unpack(data)
+        outcome, models, keeps, count, names, *values = _TURN.unpack(data)
         figures = dict(zip(names.decode().strip().split(","), values, strict=False)) if count else {}
-        return cls(Outcome(outcome), models, figures)
+        return cls(Outcome(outcome), models, keeps, figures)
 
 
 def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
@@ -176,6 +186,16 @@ class Step:
     def skip(self) -> None:
         """Let this replica contribute nothing: zeros in place of its gradients."""
         self._trainer.skip_turn()
+
+    def keep(self, **values: Any) -> None:
+        """Keep values of this replica's turn, such as noise or generated images, for its turn in the next pass of this
+        step. Another worker may host the replica then: tensors, numbers, and lists and dicts of them can travel."""
+        self._trainer.running_turn("step.keep").kept.update(values)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What this replica has kept in earlier passes of this step."""
+        return self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
 
     def __getitem__(self, name: str) -> float:
         """Return the mean of a logged figure over all replicas; the same on every worker."""

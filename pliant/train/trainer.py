@@ -19,9 +19,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
@@ -137,6 +138,9 @@ class Trainer:
         self._first_batch: tuple[Any] | None = None
         """The batch of the first replica hosted here, loaded when the step began."""
         self._batches: dict[int, Any] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
+        """What each replica has kept for the next pass of this step."""
+        self._new_kept: dict[int, dict[str, Any]] = {}
         self._step_contexts: list[ReplicaContext] = []
         """The contexts with which the step began."""
         self._outer: RngState | None = None
@@ -403,7 +407,7 @@ class Trainer:
             self._pass_over(Outcome.PASSED_OVER)
         if self.adaptation.has_decided and not self.wait_for_sums():
             return  # decisions wait until the step surely counts
-        self._batches, self._first_batch, self._passes_in_step = {}, None, 0
+        self._batches, self._first_batch, self._passes_in_step, self._kept = {}, None, 0, {}
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self._reported_view < 0 or self._reported_view != self._member.entered:
@@ -627,6 +631,7 @@ class Trainer:
         if complaint:
             return self._handle(SumsArrived(complaint))
         awaited = self._wait_for_sums_of(rows, is_alone=alone)
+        self._share_kept(rows, engine)
         if is_first:
             self.sync.apply_decision(messages[0].sync_config, [each.measured for each in messages], engine.rank)
             self.adaptation.read_rows([each.figures for each in messages])
@@ -671,6 +676,27 @@ class Trainer:
                         self._orders[number] = order
         return None
 
+    def _share_kept(self, rows: Sequence[TurnRow], engine: Engine) -> None:
+        """Give every worker what the replicas have kept: after a loss it may host any of them."""
+        if not any(row.keeps for row in rows):
+            self._new_kept = {}
+            return
+        own = {turn.replica: turn.kept for turn in self._turns}
+        self._new_kept = own
+        if engine.size > 1 and self._member.elastic:
+            self._new_kept = {}
+            for rank in range(engine.size):
+                found = spread_state(engine, own if engine.rank == rank else None, rank)
+                self._new_kept |= cast(dict[int, dict[str, Any]], found)
+            self._new_kept |= own
+
+    def kept_by(self, replica: int) -> dict[str, Any]:
+        """Return what a replica has kept in this step, on this worker's device."""
+        kept: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda each: each.to(self._device), self._kept.get(replica, {})
+        )
+        return kept
+
     def _complaint_about_workers(self, messages: Sequence[StepMessage]) -> str:
         """Return in what the workers differ that must be the same everywhere; empty if they do not."""
         engine, step = self._current_engine(), self.progress.step
@@ -698,6 +724,9 @@ class Trainer:
         if self._turns:
             self._passes_in_step += 1
         self._turns, self._draws_checksum = [], 0
+        for replica, values in self._new_kept.items():
+            self._kept[replica] = {**self.kept_by(replica), **values}
+        self._new_kept = {}
         self.progress.passes = self.phases.passes
         new.clear()
 
