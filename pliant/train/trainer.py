@@ -608,7 +608,7 @@ class Trainer:
     def _exchange_turns(self) -> Action:
         """Sum the gradients, and send everybody what the next pass depends on."""
         engine, contexts, is_first = self._current_engine(), self.replicas.contexts, not self._passes_in_step
-        began_s = time.monotonic()
+        began_s, alone = time.monotonic(), engine.view.size == 1
         message = StepMessage(
             self.phases.passes,
             self._member.prepared,
@@ -617,9 +617,8 @@ class Trainer:
             self.adaptation.pack_row() if is_first else b"",
             [turn.pack() for turn in self._turns],
             self._draws_checksum,
-            self._guard.checksum() if is_first else 0,
+            self._guard.checksum() if is_first and not alone else 0,
         )
-        alone = engine.view.size == 1
         if alone:
             messages = [message]
         else:
