@@ -8,6 +8,10 @@ from __future__ import annotations
 
 REFUSED_EXIT = 78
 """The exit code of a worker that the job refused; starting it again would change nothing."""
+PROGRAM_EXIT = 79
+"""The exit code of a worker whose program has a mistake that every other worker would make, too. It ends the job."""
+LOST_PEER_EXIT = 80
+"""The exit code of a worker that ended because it had lost another one: that one is the cause."""
 
 
 def reason(error: Exception) -> str:
@@ -93,6 +97,10 @@ class Unsliceable(TrainError):
 
 class Refused(TrainError):
     """This worker would change the result by some bits, so the job refuses it."""
+
+
+class MustBeReplaced(TrainError):
+    """This worker cannot go on, but another one in its place can."""
 
 
 class CheckpointError(PliantError):

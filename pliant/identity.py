@@ -6,6 +6,7 @@ variables. `job_secret` finds or makes the secret with which the processes of a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -64,6 +65,8 @@ class WorkerSpec:
     """URL of the config server; empty where the job has none."""
     listen_fd: int | None = None
     """A listening socket inherited from the runner, so that nobody can take the port in between."""
+    join_fd: int | None = None
+    """An eventfd of the runner, which learns by it that the program has joined."""
     heartbeat_timeout_s: float = 10.0
     """A peer silent for this long is lost."""
     tls_cert: str = ""
@@ -101,12 +104,12 @@ class WorkerSpec:
         return environ
 
 
-_OMITTED_IF_EMPTY = ("listen_fd", "tls_cert", "tls_key", "token")
+_OMITTED_IF_EMPTY = ("listen_fd", "join_fd", "tls_cert", "tls_key", "token")
 _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     "worker": (str, Worker.parse),
     "view": (lambda view: json.dumps(view.to_json()), lambda text: View.from_json(json.loads(text))),
     "secret": (bytes.hex, bytes.fromhex),
-    "listen_fd": (lambda number: "" if number is None else str(number), int),
+    **dict.fromkeys(("listen_fd", "join_fd"), (lambda number: "" if number is None else str(number), int)),
     "heartbeat_timeout_s": (repr, float),
     "elastic": (lambda elastic: str(int(elastic)), lambda text: text == "1"),
     "checkpoint_every": (str, int),
@@ -139,6 +142,16 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
     except ValueError as error:
         raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None
     return WorkerSpec(**values)
+
+
+def report_joined(spec: WorkerSpec) -> None:
+    """Tell the runner that the program has joined its job."""
+    if spec.join_fd is None:
+        return
+    with contextlib.suppress(OSError):
+        # A program between the runner and this one may have closed it, and the number may be another file's now.
+        if os.readlink(f"/proc/self/fd/{spec.join_fd}") == "anon_inode:[eventfd]":
+            os.eventfd_write(spec.join_fd, 1)
 
 
 # --- the secret of a job ---

@@ -74,6 +74,7 @@ class RunArguments:
     on: Annotated[str, _where("--on", "local|ray", "Run on hosts as above, or on a Ray cluster.", completion.one_of("local", "ray"))] = "local"
     devices: Annotated[str, _where("--devices", "TYPE=N,...", "With --on ray, what the job may have, as in t4=2,cpu=4.")] = ""
     remote_dir: Annotated[str, _where("--remote-dir", "DIR", "With --ssh or --on ray, the directory there; default: as here.")] = ""
+    plain: Annotated[bool, _where("--plain", "", "For a program that is no training: it need not call pliant.join.")] = False
     secret_file: Annotated[str, _where("--secret-file", "FILE", "The job's secret, if runners are started one by one.")] = ""
 
     watch: Annotated[bool, _elastic("-w --watch", "", "Let the job be resized, and replace workers that crash.")] = False
@@ -150,6 +151,7 @@ class RunArguments:
             allow_nvlink=self.allow_nvlink,
             watch=self.watch,
             keep=self.keep,
+            plain=self.plain,
             warm=self.warm,
             determinism=self.determinism.upper(),
             checkpoint_dir=_absolute(self.checkpoint_dir),
@@ -205,7 +207,8 @@ class RunCommand(TyperCommand):
             placed = ["--np", str(job.workers or job.max), *(["--hosts", job.hosts] if job.hosts else [])]
             flags = [*placed, *job.run_flags(), *flags]
             program = program or [job.program, *job.args]
-        return super().parse_args(ctx, [*flags, *program])
+        is_module = program[:1] == ["-m"]  # no option of ours, although it looks like one
+        return super().parse_args(ctx, [*flags, *(["--"] if is_module else []), *program])
 
 
 def split_flags(
@@ -221,7 +224,7 @@ def split_flags(
     """
     rest = list(arguments)
     flags: list[str] = []
-    while rest and rest[0].startswith("-") and rest[0] != "--":
+    while rest and rest[0].startswith("-") and rest[0] not in ("--", "-m"):
         name, equals, value = rest.pop(0).partition("=")
         if name not in has_value and f"-{name}" in has_value:
             name = f"-{name}"
@@ -254,10 +257,12 @@ def register(app: typer.Typer) -> None:
 
 def run(
     ctx: typer.Context,
-    program: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)] = None,
+    program: Annotated[
+        list[str] | None, typer.Argument(metavar="PROGRAM|-m MODULE [ARGS]...", show_default=False)
+    ] = None,
     **given: Any,
 ) -> None:
-    """Run PROGRAM in -np workers. On several hosts, start this on each of them, or once with --ssh or --on ray.
+    """Run PROGRAM, or a Python module, in -np workers. On several hosts, start this on each of them, or once with --ssh or --on ray.
 
     The first failure ends the job, unless -w is given. Times are such as 90s, 1m30s, 250ms, or seconds.
     """

@@ -23,7 +23,8 @@ from pliant.comm.topology import Strategy
 from pliant.comm.transport import Transport, connected, loopback_transports, view_of
 from pliant.elastic.client import FOLLOW_HOLD_S, ConfigFollower, ConfigSender
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
-from pliant.identity import WorkerSpec, worker_spec
+from pliant.identity import WorkerSpec, report_joined, worker_spec
+from pliant.uncaught import report_uncaught
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +297,11 @@ class Session:
             NotLaunched: this process was not started by `pliant run`.
             CommError: the others did not come within `timeout_s`.
         """
-        spec = spec or worker_spec()
+        if spec is None:
+            spec = worker_spec()
+            rank = spec.view.rank_of(spec.worker)
+            report_uncaught(lambda: rank)
+            report_joined(spec)
         config = EngineConfig(strategy=Strategy(spec.strategy.upper()), heartbeat_timeout_s=spec.heartbeat_timeout_s)
         with connected(spec.view, spec.worker, _mesh_config(spec, timeout_s), config) as engine:
             yield cls(spec, engine)

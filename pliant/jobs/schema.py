@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from pliant.errors import ConfigError
 from pliant.fed import artifact
@@ -46,7 +46,7 @@ class TrainJob(BaseModel):
     name: str
     """Unique in the cluster."""
     program: str
-    """Absolute path of the program."""
+    """Absolute path of the program; "-m" if `args` begin with the name of a module."""
     directory: str
     """Working directory of the program: the job file's directory."""
     args: Texts = ()
@@ -95,7 +95,9 @@ class TrainJob(BaseModel):
 
     @field_validator("program", "directory")
     @classmethod
-    def _check_absolute(cls, path: str) -> str:
+    def _check_absolute(cls, path: str, info: ValidationInfo) -> str:
+        if path == "-m" and info.field_name == "program":
+            return path
         if not os.path.isabs(path) or "\0" in path:
             raise ValueError(f"{path!r} is not an absolute path")
         return path
@@ -252,7 +254,14 @@ def _read_train(source: YamlSource, name: str) -> JobFile:
         if isinstance(said.get(key), str) and said[key]:
             said[key] = os.path.normpath(folder / str(said[key]))
     program = said.get("program")
-    if isinstance(program, str):
+    if isinstance(program, str) and program.partition(" ")[0] == "-m":
+        words, given = program.split()[1:], said.get("args", [])
+        said["program"] = "-m"
+        if isinstance(given, list):
+            said["args"] = [*words, *given]
+        if not words and not given:
+            wrong[("program",)] = "program -m: name the module, as in `program: -m package.train`"
+    elif isinstance(program, str):
         said["program"] = os.path.normpath(folder / program)
         if not os.path.isfile(str(said["program"])):
             wrong[("program",)] = f"program {program}: no such file; it is looked for in {folder}"

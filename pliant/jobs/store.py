@@ -350,8 +350,12 @@ def choose_run(runs: Sequence[ForegroundRun], wanted: str = "") -> ForegroundRun
 
 
 def _program_name(command: Sequence[str]) -> str:
-    """Return the script's name without its extension, where there is a script."""
-    script = next((word for word in command if word.endswith(".py")), command[0] if command else "job")
+    """Return the script's name without its extension, where there is a script; or the module's name."""
+    script = (
+        f"{command[1]}.py"
+        if len(command) > 1 and "-m" in command[:1]
+        else next((word for word in command if word.endswith(".py")), command[0] if command else "job")
+    )
     name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in PurePath(script).stem)
     return name or "job"
 

@@ -35,6 +35,8 @@ class Exited:
 
     worker: Worker
     code: int
+    joined: bool = True
+    """Whether its program has called `pliant.join`."""
 
 
 @dataclass(frozen=True, slots=True)

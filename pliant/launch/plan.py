@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -88,6 +89,8 @@ class RunOptions:
     max_restarts: int = 100
     independent: bool = False
     """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
+    plain: bool = False
+    """The program is no training: it may end without `pliant.join`."""
     warm: bool = True
     config_server: str = ""
     builtin_config_port: int = 0
@@ -102,6 +105,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if not self.program:
             raise ConfigError("no program to run: write it after the flags, as in `pliant run -np 4 train.py`")
+        if self.program == ("-m",):
+            raise ConfigError("-m needs a module, as in `pliant run -np 4 -m package.train`")
         if self.np < 1:
             raise ConfigError(f"-np {self.np}: use 1 or more workers")
         if self.heartbeat_timeout_s <= 0:
@@ -148,6 +153,11 @@ class RunOptions:
                 raise ConfigError(f"--resume {self.resume} {needs}")
             if self.checkpoint_every:
                 raise ConfigError(f"--checkpoint-every {self.checkpoint_every} {needs}")
+
+    @property
+    def asks_for_help(self) -> bool:
+        """Whether the program is only asked what its own arguments are."""
+        return bool({"-h", "--help"}.intersection(self.program[1:]))
 
     @property
     def follows_builtin(self) -> bool:
@@ -303,7 +313,13 @@ class LaunchPlan:
         }
 
     def make_spec(
-        self, worker: Worker, view: View, secret: bytes, config_server: str = "", listen_fd: int | None = None
+        self,
+        worker: Worker,
+        view: View,
+        secret: bytes,
+        config_server: str = "",
+        listen_fd: int | None = None,
+        join_fd: int | None = None,
     ) -> WorkerSpec:
         """Return what `worker` must know of its job."""
         options = self.options
@@ -314,6 +330,7 @@ class LaunchPlan:
             strategy=options.strategy,
             config_server=config_server,
             listen_fd=listen_fd,
+            join_fd=join_fd,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
             determinism=options.determinism,
@@ -338,12 +355,15 @@ class LaunchPlan:
 
 
 def find_command(program: Sequence[str], search_path: str | None = None) -> tuple[str, ...]:
-    """Return the command of every worker: a `.py` file gets this Python, anything else must be executable.
+    """Return the command of every worker: `-m MODULE` and a `.py` file get this Python, else it must be executable.
 
     Raises:
         ConfigError: there is no such program, or it cannot be executed.
     """
     first, *arguments = program
+    if first == "-m":
+        _check_module(arguments[0])
+        return (sys.executable, *program)
     if first.endswith(".py") and os.path.isfile(first):
         return (sys.executable, first, *arguments)
     if shutil.which(first, path=search_path):
@@ -354,6 +374,14 @@ def find_command(program: Sequence[str], search_path: str | None = None) -> tupl
         raise ConfigError(f"program {first!r} is not executable: `chmod +x {first}`, or name its interpreter before it")
     where = f"in {Path.cwd()}" if "/" in first or first.endswith(".py") else "on PATH"
     raise ConfigError(f"program {first!r} does not exist {where}: check the name, and that flags stand before it")
+
+
+def _check_module(name: str) -> None:
+    """Raise ConfigError if Python would not find the package of this module. Nothing is imported for that."""
+    top = name.partition(".")[0]
+    is_ours = top in sys.stdlib_module_names or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
+    if not is_ours:
+        raise ConfigError(f"-m {name}: there is no module {top!r} in {Path.cwd()}, nor is one installed")
 
 
 def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:

@@ -51,6 +51,8 @@ class StartedWorker:
     slot: int
     stdout: OutputStream
     stderr: OutputStream
+    joined: int
+    """The eventfd by which it reports that its program has joined."""
 
 
 class ProcessManager:
@@ -205,18 +207,20 @@ class ProcessManager:
 
     def _launch(self, start: events.StartWorker, listener: socket.socket) -> None:
         worker, view, slot = start.worker, start.view, start.slot
+        joined = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             with listener:
-                spec = self._plan.make_spec(worker, view, self._secret, self._config_server, listener.fileno())
+                spec = self._plan.make_spec(worker, view, self._secret, self._config_server, listener.fileno(), joined)
                 environ = self._plan.worker_environ(self._environ, spec, slot=slot, mark=self._mark)
-                process = self._starter.start(environ, listener)
+                process = self._starter.start(environ, listener, joined)
         except OSError as error:
+            os.close(joined)
             self._fail_start(worker, error)
             return
         self._guardian.watch(process.pid)
         log_name = f"{worker.label}@{view.number}" if self._plan.options.watch else worker.label
         stdout, stderr = self._read_output(worker.label, process.stdout, process.stderr, slot, log_name)
-        self._launched[worker] = StartedWorker(process, slot, stdout, stderr)
+        self._launched[worker] = StartedWorker(process, slot, stdout, stderr, joined)
         self._queue.watch(worker, process.pidfd)
         self._write_state()
 
@@ -289,12 +293,18 @@ class ProcessManager:
             self._launched[worker].process.signal(signum)
 
     def _reap(self, worker: Worker) -> events.Exited:
-        process = self._launched[worker].process
+        launched = self._launched[worker]
+        process = launched.process
         self._queue.forget(process.pidfd)
         code = process.reap()
         self._guardian.forget(process.pid)
         self._write_state()
-        return events.Exited(worker, code)
+        try:
+            joined = bool(os.eventfd_read(launched.joined))
+        except BlockingIOError:
+            joined = False
+        os.close(launched.joined)
+        return events.Exited(worker, code, joined)
 
     def _report_failure(self, failure: events.ReportFailure) -> None:
         worker = failure.worker
@@ -307,12 +317,17 @@ class ProcessManager:
             stream.ended.wait(max(0.0, deadline_s - time.monotonic()))
         name, tail = ("stderr", launched.stderr.tail) if launched.stderr.tail else ("stdout", launched.stdout.tail)
         lines = [line.decode(errors="backslashreplace") for line in tail]
+        last = lines[-1:]
+        if self._plan.options.show_output:
+            lines = []  # they stand above
         view = self._supervisor.view
         rank = view.workers.index(worker) if view is not None and worker in view.workers else None
         who = f"worker {worker}" + (f" (rank {rank})" if rank is not None else "")
-        last = f"; its last lines of {name}:" if lines else "; it printed nothing"
-        log.error("%s %s: %s%s", who, failure.how, failure.what, "\n  ".join([last, *lines]))
-        self._last_failure = f"{who} {failure.how}: {failure.what}{f': {lines[-1]}' if lines else ''}"
+        said = f": {last[0]}" if last else "; it printed nothing"
+        self._last_failure = f"{who} {failure.how}: {failure.what}{said if last else ''}"
+        if lines:
+            said = "\n  ".join([f"; its last lines of {name}:", *lines])
+        log.error("%s %s: %s%s", who, failure.how, failure.what, said)
 
     def _end_all(self) -> None:
         """Kill workers that still run. That happens only after an exception: a job that is over has none left."""

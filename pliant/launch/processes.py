@@ -79,8 +79,10 @@ class WorkerProcess:
         return self.code
 
 
-def start_worker(command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
-    """Start one worker, which inherits `listener`.
+def start_worker(
+    command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None, joined: int | None = None
+) -> WorkerProcess:
+    """Start one worker, which inherits `listener`, and the eventfd `joined`.
 
     Must be called from the main thread: the kernel's tie is to the thread that forks. Raises OSError.
     """
@@ -91,10 +93,16 @@ def start_worker(command: Sequence[str], environ: Mapping[str, str], listener: s
             stdin=subprocess.DEVNULL,
             stdout=out_write,
             stderr=err_write,
-            pass_fds=() if listener is None else (listener.fileno(),),
+            pass_fds=tuple(_inherited(listener, joined).values()),
             start_new_session=True,
         )
         return WorkerProcess(popen.pid, _pidfd(popen), stdout, stderr, popen.wait)
+
+
+def _inherited(listener: socket.socket | None, joined: int | None) -> dict[str, int]:
+    """Return the descriptors that a worker inherits, by the variables that name them."""
+    given = {"PLIANT_LISTEN_FD": None if listener is None else listener.fileno(), "PLIANT_JOIN_FD": joined}
+    return {name: descriptor for name, descriptor in given.items() if descriptor is not None}
 
 
 @contextlib.contextmanager
@@ -262,8 +270,14 @@ class WarmProcess:
         self._popen.wait()
         self._socket.close()
 
-    def fork(self, command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
-        """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener`.
+    def fork(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        listener: socket.socket | None,
+        joined: int | None = None,
+    ) -> WorkerProcess:
+        """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener` and `joined`.
 
         Raises:
             WarmLost: it is gone, or stuck.
@@ -271,8 +285,9 @@ class WarmProcess:
         """
         changes = {name: value for name, value in environ.items() if self._environ.get(name) != value}
         with output_pipes() as (stdout, stderr, *written):
-            descriptors = [*written, *([] if listener is None else [listener.fileno()])]
-            answer = self._ask({"argv": list(command[1:]), "environ": changes}, descriptors)
+            inherited = _inherited(listener, joined)
+            request = {"argv": list(command[1:]), "environ": changes, "inherited": list(inherited)}
+            answer = self._ask(request, [*written, *inherited.values()])
             if "pid" not in answer:
                 raise OSError(f"fork: {answer.get('error')}")
             pid = int(str(answer["pid"]))
@@ -322,15 +337,17 @@ class WorkerStarter:
         """Whether `start` would not have to wait: the warm process has done its imports."""
         return self._warm is None or self._warm.is_up is not None
 
-    def start(self, environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
-        """Start one worker, which inherits `listener`. Call it from the main thread. Raises OSError."""
+    def start(
+        self, environ: Mapping[str, str], listener: socket.socket | None, joined: int | None = None
+    ) -> WorkerProcess:
+        """Start one worker, which inherits `listener` and `joined`. Call it from the main thread. Raises OSError."""
         if self._warm is not None:
             try:
-                return self._warm.fork(self._command, environ, listener)
+                return self._warm.fork(self._command, environ, listener, joined)
             except WarmLost as error:
                 log.warning("%s: from now on, workers are started without it", error)
                 self._warm = None
-        return start_worker(self._command, environ, listener)
+        return start_worker(self._command, environ, listener, joined)
 
 
 # --- what a scheduler on the same machine reads (--state-file) ---

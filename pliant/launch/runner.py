@@ -112,6 +112,7 @@ def launch(
             slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
             max_restarts=options.max_restarts,
             independent=options.independent,
+            plain=options.plain or options.asks_for_help,
         )
         manager = ProcessManager(
             plan,

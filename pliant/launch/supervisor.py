@@ -16,12 +16,18 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import REFUSED_EXIT
+from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT
 from pliant.launch import events
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
+BLAME_WAIT_S = 5.0
+"""How long to wait for the end of the worker that failed, after another one has ended because it had lost it."""
 TIMEOUT_EXIT = 124
+NEVER_JOINED = (
+    "the program has ended without a call of pliant.join(), so every worker has done all of its work alone: call it "
+    "(docs/coming-from.md shows the changes), or add --plain for a program that is no training"
+)
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
@@ -38,6 +44,10 @@ def exit_code(code: int) -> int:
 
 def describe_exit(code: int) -> str:
     """Return `exit code 3`, or `killed by SIGSEGV`."""
+    if code == PROGRAM_EXIT:
+        return f"a mistake in the program (exit code {code})"
+    if code == LOST_PEER_EXIT:
+        return f"it has lost another worker (exit code {code})"
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -256,7 +266,9 @@ class Supervisor:
         slots: int = 1,
         max_restarts: int = 0,
         independent: bool = False,
+        plain: bool = False,
     ) -> None:
+        """With `plain`, the program need not join."""
         self.running: dict[Worker, int] = {}
         """Local workers that live, with their slots."""
         self.leaving: dict[Worker, float] = {}
@@ -266,7 +278,10 @@ class Supervisor:
         self._state = HostState(host, independent=independent)
         self._host, self._grace_s, self._slots = host, grace_s, slots
         self._watch, self._keep, self._alone, self._independent = watch, keep, alone, independent
+        self._plain = plain or independent
         self._replacements = Replacements(max_restarts)
+        self._bereaved: Worker | None = None  # the first worker that ended because it had lost another one
+        self._blame_by_s = 0.0  # when it is blamed after all
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
         self._outcome: tuple[str, int] | None = None
@@ -292,6 +307,8 @@ class Supervisor:
         waits = [*self.leaving.values(), *self._leave_by_s.values(), *self._replacements.due_s]
         if self._verdict_by_s is not None and not self._has_verdict:
             waits.append(self._verdict_by_s)
+        if self._bereaved is not None and not self.failed:
+            waits.append(self._blame_by_s)
         return min(waits, default=None)
 
     def handle(self, event: events.Event, at_s: float) -> list[events.Action]:
@@ -300,6 +317,7 @@ class Supervisor:
             return []
         reactions = self._react(event, at_s)
         reactions += self._fail_if_nobody_is_left(at_s)
+        reactions += self._blame_bereaved(at_s)
         # Workers are told to end before the user is told why, which may wait for the last lines of output.
         actions = self._stop_workers(at_s) + reactions
         actions += self._request_replacements(at_s)
@@ -312,8 +330,8 @@ class Supervisor:
         match event:
             case events.StateChanged(view, membership):
                 return self._on_state(view, membership, at_s)
-            case events.Exited(worker, code):
-                return self._on_exit(worker, code, at_s)
+            case events.Exited(worker, code, joined):
+                return self._on_exit(worker, code, joined, at_s)
             case events.StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
@@ -350,7 +368,7 @@ class Supervisor:
             self._replacements.note_join(worker, at_s)
         return messages
 
-    def _on_exit(self, worker: Worker, code: int, at_s: float) -> list[events.Action]:
+    def _on_exit(self, worker: Worker, code: int, joined: bool, at_s: float) -> list[events.Action]:
         self.running.pop(worker, None)
         self._leave_by_s.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
@@ -358,11 +376,18 @@ class Supervisor:
         if self.failed:
             return []  # it follows another's failure, so how it ended says nothing new
         is_wanted = worker in self._state.wanted
+        if code == 0 and not (joined or was_told or self._plain or self._state.begun):
+            return self._fail(NEVER_JOINED, PROGRAM_EXIT, at_s)
         if code == 0 or (was_told and not ended.was_reported_lost):
             self.num_finished += 1
             return [] if was_told else self._on_good_end(worker, was_early=is_wanted and not ended.was_member)
         what = describe_exit(code)
-        if not self._state.begun or (self._state.over and is_wanted):
+        is_mistake = code == PROGRAM_EXIT and ended.was_member  # a new worker's own mistake does not end the others
+        if is_mistake or not self._state.begun or (self._state.over and is_wanted):
+            if code == LOST_PEER_EXIT:
+                if self._bereaved is None:
+                    self._bereaved, self._blame_by_s = worker, at_s + BLAME_WAIT_S
+                return []
             cause = f"worker {worker} failed: {what}"
             return [events.ReportFailure(worker, what), *self._fail(cause, exit_code(code), at_s, is_said=True)]
         return self._on_crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or ended.was_reported_lost)
@@ -390,6 +415,8 @@ class Supervisor:
         is_replaced = False
         if self._state.over or not is_wanted:
             then = "it was told to leave anyway"
+        elif code == PROGRAM_EXIT:
+            then = "another one would make the same mistake, so it is not replaced (see its messages)"
         elif code == REFUSED_EXIT:
             then = "the job will not have it, so it is not replaced (see its messages)"
         else:
@@ -410,6 +437,15 @@ class Supervisor:
         cause = f"worker {worker} was lost, the last one: {what}"
         report = events.ReportFailure(worker, what, "was the last one, and failed")
         return [report, *self._fail(cause, code, at_s, is_said=True)]
+
+    def _blame_bereaved(self, at_s: float) -> list[events.Action]:
+        """Fail by a worker that had lost another one, if that one has not failed by itself in time."""
+        worker = self._bereaved
+        if worker is None or self.failed or (at_s < self._blame_by_s and (self.running or not self._alone)):
+            return []
+        report = events.ReportFailure(worker, describe_exit(LOST_PEER_EXIT), "ended")
+        cause = f"worker {worker} has lost another worker"
+        return [report, *self._fail(cause, LOST_PEER_EXIT, at_s, is_said=True)]
 
     def _on_runner_gone(self, host: str, was_head: bool, at_s: float) -> list[events.Action]:
         """React to the end of the runner on `host`, which takes its workers with it."""
@@ -496,7 +532,7 @@ class Supervisor:
         return actions
 
     def _start_workers(self, at_s: float) -> list[events.Action]:
-        if self.failed or self.view is None or self._state.over:
+        if self.failed or self._bereaved or self.view is None or self._state.over:
             return []
         actions: list[events.Action] = []
         for worker in self.view.workers:
@@ -510,7 +546,7 @@ class Supervisor:
         return actions
 
     def _current_status(self) -> str:
-        if self.running or self._replacements.due_s or self._replacements.requested:
+        if self.running or self._bereaved or self._replacements.due_s or self._replacements.requested:
             return events.BUSY
         if self.view is None:
             return events.IDLE

@@ -25,9 +25,10 @@ import threading
 import types
 
 from pliant.child import MAX_REQUEST_BYTES, die_with
+from pliant.process_title import show_as
 
-NUM_DESCRIPTORS = 3
-"""A worker's stdout, its stderr, and the socket that it listens on, if any."""
+NUM_DESCRIPTORS = 4
+"""A worker's stdout, its stderr, the socket that it listens on, and the eventfd by which it reports that it has joined."""
 
 
 def warm_up(imports: list[str]) -> None:
@@ -72,23 +73,34 @@ def serve(requests: socket.socket) -> list[str] | None:
                 die_with(parent)
                 requests.send(json.dumps({"pid": os.getpid()}).encode())
                 requests.close()
-                _settle(request["environ"], descriptors)
-                return [str(word) for word in request["argv"]]
+                _settle(request["environ"], descriptors, request["inherited"])
+                argv = [str(word) for word in request["argv"]]
+                show_as(argv[1:] if argv[0] == "-m" else argv, _rank())
+                return argv
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _settle(environ: dict[str, str], descriptors: list[int]) -> None:
+def _rank() -> int:
+    """Return this worker's rank in the view that it was started for; 0 if its environment names none."""
+    try:
+        workers: list[str] = json.loads(os.environ["PLIANT_VIEW"])["workers"]
+        return workers.index(os.environ["PLIANT_WORKER"])
+    except (LookupError, ValueError, TypeError):
+        return 0
+
+
+def _settle(environ: dict[str, str], descriptors: list[int], inherited: list[str]) -> None:
     """Turn the fork into a worker: set its output, its environment and its random seeds."""
-    stdout, stderr, *listener = descriptors
+    stdout, stderr, *more = descriptors
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((null, 0), (stdout, 1), (stderr, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.update(environ)
-    for descriptor in listener:
+    for name, descriptor in zip(inherited, more, strict=True):
         os.set_inheritable(descriptor, True)
-        os.environ["PLIANT_LISTEN_FD"] = str(descriptor)
+        os.environ[name] = str(descriptor)
     if "numpy.random" in sys.modules:
         # Unlike `random`, it would go on with the numbers of the warm process, the same in all workers.
         sys.modules["numpy.random"].seed()

@@ -35,7 +35,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.errors import TrainError
+from pliant.errors import MustBeReplaced, TrainError
 from pliant.train.context import DataPosition, fill_states
 from pliant.train.loader_process import (
     DropTrack,
@@ -144,7 +144,7 @@ class LoaderPool:
                     raise self._dead(each.worker) from each.error
                 raise each.error
         if not arrived:
-            raise TrainError(
+            raise MustBeReplaced(
                 f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout_s={self._timeout_s:g}: "
                 "look at what its dataset waits for, or raise timeout_s"
             )
@@ -161,7 +161,7 @@ class LoaderPool:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        return TrainError(
+        return MustBeReplaced(
             f"loader process {worker} (pid {process.pid}) {how} while it was loading: if nobody killed it, "
             "look for the out-of-memory killer in `dmesg` and lower num_workers, prefetch_factor or batch_size"
         )

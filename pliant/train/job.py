@@ -35,7 +35,8 @@ from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
 from pliant.elastic.member import open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
-from pliant.identity import WorkerSpec, worker_spec
+from pliant.identity import WorkerSpec, report_joined, worker_spec
+from pliant.process_title import program_words, show_as
 from pliant.train import determinism, obstacles, trace
 from pliant.train.adaptation import Adaptation, AdaptationSettings, adaptation_settings
 from pliant.train.checkpoint import Checkpointing, set_initial_state
@@ -69,6 +70,7 @@ from pliant.train.wrapping import (
     trainable_parameters,
     why_no_priority,
 )
+from pliant.uncaught import report_uncaught
 
 __all__ = ["Job", "Left", "Loader", "Step", "StepCommitted", "ViewChange", "join"]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -116,16 +118,21 @@ def join(
         verify: compare the workers' states every so many steps, and after each change of workers; 0 never. If None, what
             `pliant run --verify` says, or 100.
     """
-    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
-        raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
+    job: Job | None = None
     try:
         spec = worker_spec()
+        started_as = spec.view.rank_of(spec.worker)
+        report_joined(spec)
+        report_uncaught(lambda: job.rank if job is not None else started_as)
+        show_as(program_words(), started_as)
     except NotLaunched:
         spec = None
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+        raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
     level = _level(determinism, spec)
     check_sync_options(sync, slice_bytes, in_flight_bytes)
     adapting = adaptation_settings(spec, policies, monitor or {}, record, replay)
-    return Job(
+    job = Job(
         spec,
         replicas,
         level,
@@ -135,6 +142,16 @@ def join(
         adapting,
         EVERY if verify is None else verify,
     )
+    if spec is not None:
+        shown = [started_as]
+
+        def show_rank(event: StepCommitted) -> None:
+            if event.rank != shown[0]:
+                shown[0] = event.rank
+                show_as(program_words(), event.rank)
+
+        job.on_commit(show_rank)
+    return job
 
 
 def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
@@ -525,6 +542,7 @@ class Job:
 
         program = describe_program(parameters, replicas, follows_view=follows_view)
         program += f", {averaging.describe()}" if averaging is not None else ""
+        program += f", tracks {', '.join(sorted(self._tracked))}" if self._tracked else ""
         rendezvous = self._rendezvous = ViewRendezvous(
             self._member,
             state,

@@ -33,7 +33,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from pliant.child import die_with
-from pliant.errors import TrainError
+from pliant.errors import MustBeReplaced
 from pliant.train.context import RngState, capture_rng, restore_rng
 
 parent_ends: set[Connection[Any, Any] | socket.socket] = set()
@@ -301,7 +301,7 @@ def receive_shared(source: socket.socket) -> Any:
 
     Raises:
         EOFError: the other end was closed.
-        TrainError: this process has too many open files.
+        MustBeReplaced: this process has too many open files.
     """
     length, count = _HEADER.unpack(_receive_exactly(source, _HEADER.size))
     descriptors: list[int] = []
@@ -313,7 +313,7 @@ def receive_shared(source: socket.socket) -> Any:
             if not carried:
                 raise EOFError
             if len(arrived) < expected:
-                raise TrainError(
+                raise MustBeReplaced(
                     f"only {len(arrived)} of {expected} descriptors of a batch arrived: this process has too many open "
                     "files. Raise `ulimit -n`, lower prefetch_factor, or do not keep batches"
                 )

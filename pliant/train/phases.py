@@ -212,6 +212,8 @@ class Fail:
     """Raise an error."""
 
     why: str
+    is_shared: bool = True
+    """Whether every worker fails alike; else this one can be replaced."""
 
 
 Action = TakeTurn | Exchange | Confirm | EnterView | FetchState | RunProgram | Leave | Fail
@@ -357,7 +359,8 @@ class PhaseMachine:
             return self._count_pass()  # somebody has gone on, so everybody has the sums
         if self._in_pass:
             self.phase = Phase.FAILED
-            return Fail(f"the others are {newest - self.passes} passes ahead of this worker: it has to be replaced")
+            why = f"the others are {newest - self.passes} passes ahead of this worker: it has to be replaced"
+            return Fail(why, is_shared=False)
         self.phase = Phase.CATCHING_UP
         return FetchState(tuple(rank for rank, report in enumerate(reports) if report.passes == newest))
 

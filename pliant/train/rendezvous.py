@@ -21,7 +21,7 @@ from pliant.cluster import Membership
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
-from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
+from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, MustBeReplaced, NotWanted, Refused
 from pliant.train import state_tree
 from pliant.train.determinism import Fingerprint, Level, differences
 from pliant.train.job_state import JobState
@@ -201,7 +201,7 @@ class ViewRendezvous:
         if engine.rank in lacking and not offered:
             # The others have left a view together, in good order as they thought, and lend nothing. This is rare: this
             # worker ends, and its runner starts another.
-            raise TrainError(
+            raise MustBeReplaced(
                 f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
             )
         relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
@@ -239,7 +239,7 @@ class ViewRendezvous:
         """Refuse to take part if this program or this machine would change the result."""
         theirs, mine = reports[reference], reports[engine.rank]
         if theirs.program != mine.program:
-            raise TrainError(
+            raise Refused(
                 f"this worker runs another program than {engine.view.workers[reference]}: {mine.program} here, "
                 f"{theirs.program} there; start all workers with the same script and data"
             )

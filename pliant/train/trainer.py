@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
-from pliant.errors import CommError, TrainError
+from pliant.errors import CommError, MustBeReplaced, TrainError
 from pliant.train import trace
 from pliant.train.context import ReplicaContext, RngState, capture_rng, restore_rng
 from pliant.train.deferred import DeferredUpdates, is_survivable
@@ -313,8 +313,8 @@ class Trainer:
                         action = self._handle(AllConfirmed())
                     except CommError as error:
                         action = self._lost(error)
-                case Fail(why):
-                    raise TrainError(why)
+                case Fail(why, is_shared):
+                    raise (TrainError if is_shared else MustBeReplaced)(why)
                 case Leave(why):
                     raise Left(why)
                 case FetchState():

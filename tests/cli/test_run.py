@@ -45,19 +45,22 @@ def test_the_help_page_fits_two_screens_and_hides_what_few_need() -> None:
 
 @pytest.mark.processes
 def test_a_job_file_gives_program_and_options_and_the_command_line_overrides_them(tmp_path: Path) -> None:
-    (tmp_path / "say.py").write_text(
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "say.py").write_text(
         "import json, os, sys, pathlib\n"
         "pathlib.Path(f'said-{os.getpid()}').write_text(json.dumps([sys.argv[1:], os.environ['COLOUR']]))\n"
     )
     job = tmp_path / "job.yml"
-    job.write_text("program: say.py\nargs: [--x, '1']\nreplicas: 4\nworkers: 2\nenv: {COLOUR: red}\n")
+    more = "args: [--x, '1']\nreplicas: 4\nworkers: 2\nenv: {COLOUR: red}\nflags: [--plain]\n"
+    job.write_text(f"program: own/say.py\n{more}")
     subprocess.run([*MAIN, "run", "-q", "-f", str(job)], cwd="/", check=True, timeout=60, capture_output=True)
     said = [json.loads(path.read_text()) for path in tmp_path.glob("said-*")]
     assert said == [[["--x", "1"], "red"]] * 2, "in the file's folder, with its arguments and environment"
+    job.write_text(f"program: -m own.say\n{more}")
     subprocess.run(
         [*MAIN, "run", "-q", "-f", str(job), "-np", "1"], cwd="/", check=True, timeout=60, capture_output=True
     )
-    assert len(list(tmp_path.glob("said-*"))) == 3
+    assert [json.loads(path.read_text()) for path in tmp_path.glob("said-*")] == [[["--x", "1"], "red"]] * 3
 
 
 def test_a_federated_job_file_is_refused_with_the_command_for_it(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ class Launcher:
     environ: dict[str, str]
     nursery: Nursery
     nohup: bool = False
+    plain: bool = True
+    """Most programs of these tests do not train."""
     started: list[Runner] = field(default_factory=list)
 
     def script(self, name: str, text: str) -> Path:
@@ -131,7 +133,7 @@ class Launcher:
 
     def start(self, *arguments: object, **environ: str) -> Runner:
         request: dict[str, object] = {
-            "arguments": list(map(str, arguments)),
+            "arguments": [*(["--plain"] if self.plain else []), *map(str, arguments)],
             "directory": str(self.directory),
             "environ": {**self.environ, **environ},
             "nohup": self.nohup,

@@ -275,7 +275,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher: Launcher) -> Non
 
 
 def test_a_runner_without_stdout_still_runs(launcher: Launcher) -> None:
-    command = f'"{sys.executable}" -c "{MAIN}" run -q -logdir logs -np 2 echo hi >&- 2>&- <&-'
+    command = f'"{sys.executable}" -c "{MAIN}" run --plain -q -logdir logs -np 2 echo hi >&- 2>&- <&-'
     assert subprocess.run(["sh", "-c", command], cwd=launcher.directory, timeout=DEADLINE_S).returncode == 0
     assert [log.read_text() for log in launcher.files("logs/*")] == ["hi\n", "hi\n"]
 
@@ -302,7 +302,7 @@ def test_quiet_leaves_out_the_dump_and_no_secret_is_ever_in_it(launcher: Launche
 def test_prefixes_are_coloured_on_a_terminal_only(launcher: Launcher) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "run", "-q", "echo", "hi"],
+        [sys.executable, "-c", MAIN, "run", "--plain", "-q", "echo", "hi"],
         env={**launcher.environ, "TERM": "xterm"},
         stdin=subprocess.DEVNULL,
         stdout=theirs,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import REFUSED_EXIT
+from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT
 from pliant.launch.events import (
     Action,
     Event,
@@ -92,6 +92,49 @@ def test_the_first_failure_is_blamed_and_ends_the_others() -> None:
     ]
     assert react(made, Exited(A, 1), 1.1, ReportFailure, ExitRunner) == []
     assert react(made, Exited(C, -15), 1.2, ReportFailure, ExitRunner) == [ExitRunner(3)]
+
+
+def test_a_worker_that_only_lost_another_one_is_not_blamed() -> None:
+    made = started(A, B, C)
+    assert made.handle(Exited(A, LOST_PEER_EXIT), 1) == []
+    assert react(made, Exited(B, 1), 1.5, ReportFailure, TerminateWorker) == [
+        TerminateWorker(C),
+        ReportFailure(B, "exit code 1"),
+    ]
+    assert react(made, Exited(C, LOST_PEER_EXIT), 1.6, ReportFailure, ExitRunner) == [ExitRunner(1)]
+
+
+@pytest.mark.parametrize("last", [Exited(C, 0), Tick()])
+def test_a_lost_worker_that_does_not_fail_by_itself_ends_the_job_all_the_same(last: Event) -> None:
+    made = started(A, B, C)
+    made.handle(Exited(A, LOST_PEER_EXIT), 1)
+    made.handle(Exited(B, LOST_PEER_EXIT), 1.1)
+    assert made.next_deadline_s == 6
+    [report] = react(made, last, 2 if isinstance(last, Exited) else 6, ReportFailure)
+    assert report == ReportFailure(A, f"it has lost another worker (exit code {LOST_PEER_EXIT})", "ended")
+    assert made.failed
+
+
+def test_the_head_names_the_worker_that_failed_on_another_host() -> None:
+    made = started(A, B, alone=False)
+    made.handle(Exited(A, LOST_PEER_EXIT), 1)
+    assert react(made, Exited(B, LOST_PEER_EXIT), 1.1, ReportFailure, ExitRunner) == []
+    actions = made.handle(Verdict(f"worker {FAR} failed: exit code 3", 3), 1.5)
+    assert kinds(actions, ReportFailure, ExitRunner) == [ExitRunner(3)]
+
+
+def test_a_program_that_never_joins_is_told_so_unless_it_is_plain() -> None:
+    made = started(A, B)
+    actions = made.handle(Exited(A, 0, joined=False), 1)
+    assert kinds(actions, TerminateWorker) == [TerminateWorker(B)]
+    assert "pliant.join()" in said(actions)
+    assert "--plain" in said(actions)
+    assert react(made, Exited(B, -15), 1, ExitRunner) == [ExitRunner(PROGRAM_EXIT)]
+    own_reason = started(A, B)  # as a wrong argument, before it could join
+    assert react(own_reason, Exited(A, 2, joined=False), 1, ReportFailure) == [ReportFailure(A, "exit code 2")]
+    plain = Supervisor(HERE, grace_s=10, plain=True)
+    plain.handle(StateChanged(view(1, A)), 0)
+    assert react(plain, Exited(A, 0, joined=False), 1, ExitRunner) == [ExitRunner(0)]
 
 
 def test_who_does_not_end_in_time_is_killed() -> None:
@@ -234,6 +277,20 @@ def test_an_independent_worker_that_is_not_replaced_fails_the_job_when_the_other
         ReportFailure(A, f"exit code {REFUSED_EXIT}", "was the last one, and failed"),
         ExitRunner(REFUSED_EXIT),
     ]
+
+
+def test_a_mistake_in_the_program_ends_an_elastic_job_at_once() -> None:
+    made = training(A, B)
+    arrive(made, view(2, A, B, C), 1)
+    actions = made.handle(Exited(C, PROGRAM_EXIT), 2)
+    assert kinds(actions, RequestReplacement, TerminateWorker, ReportFailure) == [], "only the new worker is wrong"
+    assert "not replaced" in said(actions)
+    actions = made.handle(Exited(A, PROGRAM_EXIT), 3)
+    assert kinds(actions, RequestReplacement, TerminateWorker, ReportFailure) == [
+        TerminateWorker(B),
+        ReportFailure(A, f"a mistake in the program (exit code {PROGRAM_EXIT})"),
+    ]
+    assert react(made, Exited(B, 0), 3, ExitRunner) == [ExitRunner(PROGRAM_EXIT)]
 
 
 def said(actions: Sequence[Action]) -> str:

@@ -1,0 +1,79 @@
+"""What becomes of an error that a worker's program does not catch: what the user reads, and the exit code.
+
+The runner tells three cases apart by the exit code. A mistake that every worker makes alike ends the job with one message.
+A worker that ends only because it has lost another one is never blamed. Any other error is the worker's own failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from pliant.errors import (
+    LOST_PEER_EXIT,
+    PROGRAM_EXIT,
+    REFUSED_EXIT,
+    ClusterCleared,
+    ConfigError,
+    MustBeReplaced,
+    NotWanted,
+    NoView,
+    Refused,
+    TrainError,
+    ViewChanged,
+    WorkerLost,
+)
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def exit_code_for(error: BaseException) -> int | None:
+    """Return the exit code that tells the runner what `error` means; None for an ordinary error."""
+    match error:
+        case Refused():
+            return REFUSED_EXIT
+        case WorkerLost() | ViewChanged():
+            return LOST_PEER_EXIT
+        case MustBeReplaced() | NotWanted() | ClusterCleared() | NoView():
+            return None
+        case TrainError() | ConfigError():
+            return PROGRAM_EXIT
+    return None
+
+
+def describe(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the error in one line, with the last place in the program's own code."""
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        is_library = file.startswith((_OWN_FOLDER, sys.base_prefix, "<")) or "site-packages" in file
+        if not is_library:
+            place = f"{Path(file).name}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    return f"{place}{type(error).__name__}: {error}"
+
+
+def report_uncaught(rank: Callable[[], int]) -> None:
+    """Give uncaught errors of this process, a worker of a launched job, their messages and exit codes.
+
+    Of a mistake that every worker makes, rank 0 shows the traceback, and the others show one line.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = exit_code_for(error)
+        if code is None:
+            before(kind, error, trace)
+            return
+        if code == PROGRAM_EXIT and rank() == 0:
+            before(kind, error, trace)
+        elif code == LOST_PEER_EXIT:
+            print(f"pliant: {error}; this worker ends, too", file=sys.stderr, flush=True)
+        else:
+            print(f"pliant: {describe(error, trace)}", file=sys.stderr, flush=True)
+        sys.exit(code)  # the interpreter heeds it: it ends in the usual way, with this code
+
+    if getattr(before, "__module__", "") != __name__:
+        sys.excepthook = show

@@ -1,0 +1,88 @@
+"""Training programs under `pliant run`: who they are, what they are called, and who is blamed when they fail."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+PLIANT = str(Path(sys.executable).with_name("pliant"))
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch, pliant
+
+job = pliant.join(replicas=3)
+told = (job.rank, job.size, job.is_first)
+model = torch.nn.Linear(2, 1)
+model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = job.loader(torch.randn(24, 2), batch_size=2)
+for epoch in job.epochs(2):
+    for step in loader:
+        for x in step:
+            if sys.argv[1] == "mistake" and step.number == 2:
+                optimizer.step()
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number == 1:
+            shown = Path("/proc/self/cmdline").read_text().rstrip(chr(0)), Path("/proc/self/comm").read_text().strip()
+            print("found", [told == (job.rank, job.size, job.is_first), *told, *shown], flush=True)
+        if sys.argv[1] == "own" and step.number == 2 and job.rank == 1:
+            raise ValueError("boom")
+"""
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [PLIANT, "run", "-q", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(runner: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = runner.communicate(timeout=150)
+    return runner.returncode, stdout, stderr
+
+
+def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_common_one(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").write_text(PROGRAM)
+    (tmp_path / "alone.py").write_text("print('done')")
+    own = start(tmp_path, "-np", "3", "-m", "own.train", "own")
+    common = start(tmp_path, "-w", "-np", "2", "own/train.py", "mistake")
+    alone = start(tmp_path, "-np", "2", "alone.py")
+
+    code, _, stderr = end(alone)
+    assert code == PROGRAM_EXIT
+    assert "without a call of pliant.join()" in stderr
+    assert "--plain" in stderr
+
+    code, stdout, stderr = end(own)
+    assert code == 1, stderr
+    found = sorted(re.findall(r"found (\[.*)", stdout))
+    assert found == [
+        str([True, rank, 3, rank == 0, f"own.train own [pliant rank {rank}]", "own.train"]) for rank in range(3)
+    ]
+    assert re.search(r"\(rank 1\) failed first: exit code 1: ValueError: boom", stderr)
+    lines = Counter(re.sub(r"^\S+ ", "", line) for line in stderr.splitlines())
+    assert lines["Traceback (most recent call last):"] == 1, stderr
+    assert stderr.count("failed first") == 1
+    assert stderr.count("this worker ends, too") <= 2
+
+    code, stdout, stderr = end(common)
+    assert code == PROGRAM_EXIT, stderr
+    assert sorted(re.findall(r"found (\[.*)", stdout)) == [
+        str([True, rank, 2, rank == 0, f"own/train.py mistake [pliant rank {rank}]", "train.py"]) for rank in range(2)
+    ]
+    assert stderr.count("Traceback (most recent call last)") <= 1, stderr
+    assert "optimizer.step() in the turn of replica" in stderr
+    assert " optimizer.py:" not in stderr, "one line names the program's own place"
+    assert "replacing" not in stderr
+    assert str(LOST_PEER_EXIT) not in stderr
