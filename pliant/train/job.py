@@ -587,9 +587,10 @@ class Job:
             return trainer.adaptation.learning_rate_factor
 
         for optimizer in wrapped.optimizers:
-            self._stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
             if may_defer:
-                defer_optimizer(optimizer, deferred, trainer.check_outer, lambda: trainer.is_taken_back)
+                defer_optimizer(optimizer, deferred, trainer.check_outer, lambda: trainer.is_taken_back, factor)
+            else:
+                self._stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
         if may_defer:
             self._stack.callback(gate_evaluation(wrapped.models[0], deferred))
         self._stack.callback(refuse_untracked_scalers(self._tracked))

@@ -7,10 +7,11 @@ changing half of a step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -124,29 +125,16 @@ OnOuterCode: TypeAlias = Callable[[str], None]
 def hook_optimizer(
     optimizer: torch.optim.Optimizer, check_outer: OnOuterCode, rate_factor: Callable[[], float]
 ) -> Callable[[], None]:
-    """Make `step` refuse a closure and the wrong place, and use learning rates times `rate_factor`. Schedulers and
-    checkpoints only ever see the program's own rates. Returns a function that removes the hooks."""
-    own: list[tuple[dict[str, Any], Any]] = []
+    """Make `step` refuse a closure and the wrong place, and use learning rates times `rate_factor`. Returns a function
+    that removes the hooks."""
+    scaled = contextlib.ExitStack()
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(each is not None for each in args[1:]) or kwargs.get("closure") is not None:
-            raise Unsliceable(
-                f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
-                "replicas would have to take turns inside of it: use an optimizer without a closure"
-            )
+        _refuse_closure(optimizer, *args[1:], kwargs.get("closure"))
         check_outer("optimizer.step()")
-        if (factor := rate_factor()) != 1.0:
-            for group in optimizer.param_groups:
-                if group.get("lr") is not None:
-                    own.append((group, group["lr"]))
-                    group["lr"] = group["lr"] * factor
+        scaled.enter_context(_scaled_rates(optimizer, rate_factor()))
 
-    def after(*_: Any) -> None:
-        for group, rate in own:
-            group["lr"] = rate
-        own.clear()
-
-    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: scaled.close())]
 
     def remove() -> None:
         for hook in hooks:
@@ -155,24 +143,51 @@ def hook_optimizer(
     return remove
 
 
+def _refuse_closure(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    if any(argument is not None for argument in arguments):
+        raise Unsliceable(
+            f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
+            "replicas would have to take turns inside of it: use an optimizer without a closure"
+        )
+
+
+@contextlib.contextmanager
+def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rates by the policies' factor for the time of a step. Schedulers and checkpoints only ever
+    see the program's own rates."""
+    groups = [group for group in optimizer.param_groups if factor != 1.0 and group.get("lr") is not None]
+    own = [group["lr"] for group in groups]
+    for group, rate in zip(groups, own, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            group["lr"] = rate
+
+
 def defer_optimizer(
     optimizer: torch.optim.Optimizer,
     deferred: DeferredUpdates,
     check_outer: OnOuterCode,
     is_taken_back: Callable[[], bool],
+    rate_factor: Callable[[], float],
 ) -> None:
-    """Make `step` update each parameter when its sum has arrived, and `zero_grad` clear it after that."""
+    """Make `step` update each parameter when its sum has arrived, and `zero_grad` clear it after that. (Hooks would not
+    do: a step is then made of several.)"""
     original, original_zero = optimizer.step, optimizer.zero_grad
 
     @functools.wraps(original)
     def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+        _refuse_closure(optimizer, closure)
         check_outer("optimizer.step()")
         if is_taken_back():
             return None
-        if not deferred.is_deferring or closure is not None:
-            return original(closure, **kwargs) if closure is not None else original(**kwargs)
-        watch_state(optimizer, deferred)
-        return deferred.step(optimizer, original, **kwargs)
+        with _scaled_rates(optimizer, rate_factor()):
+            if not deferred.is_deferring:
+                return original(**kwargs)
+            watch_state(optimizer, deferred)
+            return deferred.step(optimizer, original, **kwargs)
 
     @functools.wraps(original_zero)
     def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
