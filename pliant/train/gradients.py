@@ -189,8 +189,9 @@ class GradientReducer:
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
         self._have_buckets(engine)
-        if self.wanted and not (self._is_pending and slot == 0):
+        if self.wanted and not self._is_pending:
             self._reset_gradients()
+        self._is_pending = False  # in the first turn all of them are used, and cleared
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:
