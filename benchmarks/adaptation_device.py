@@ -60,21 +60,23 @@ def worker(task: Json) -> None:
             optimizer = averaging[task["what"]](optimizer)
         draw = torch.Generator().manual_seed(5)
         data = TensorDataset(torch.randn(640, 64, generator=draw), torch.randint(10, (640,), generator=draw))
-        model, optimizer, loader = job.wrap(model, optimizer, data, batch_size=8)
+        model, optimizer = job.wrap(model, optimizer)
+        loader = job.loader(data, batch_size=8)
         seen = []
         for _ in job.epochs(1):
-            for inputs, labels in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
+            for step in loader:
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
                 optimizer.step()
-                if monitored and job.committing:
+                optimizer.zero_grad()
+                if monitored:
                     probe = job.gradient_probe
                     seen.append([probe.noise.ratio, probe.figures().get("variance")])
-                if job.step >= STEPS:
+                if step.number == STEPS - 1:
                     break
         values = torch.cat([each.detach().reshape(-1).cpu() for each in model.parameters()])
         found = {
-            "seen": seen[:STEPS],
+            "seen": seen,
             "values": values[:: max(1, len(values) // 500)].tolist(),
             "device": str(values.device),
         }

@@ -155,7 +155,8 @@ def _ddp(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scaler
     digests = []
     sampler: DistributedSampler[int] = DistributedSampler(dataset, size, rank)
     for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
-        _turn(wrapped, optimizer, batch, scaler)
+        _backward(wrapped, batch, scaler)
+        _update(optimizer, scaler)
         digests.append(digest(model, optimizer, model.buffers(), scaler))
     dist.destroy_process_group()
     return digests
@@ -165,9 +166,11 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
     import pliant
 
     digests: list[str] = []
+    buffers: list[torch.Tensor] = []
     overlapped: list[bool] = []
     with pliant.join(replicas=REPLICAS, seed=SEED, sync=task["sync"], slice_bytes=16 << 10) as job:
-        model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=8)
+        model, optimizer = job.wrap(model, optimizer)
+        loader = job.loader(dataset, batch_size=8)
         if scaler is not None:
             job.track("scaler", scaler)
         job.on_commit(lambda _: overlapped.append(job.has_pending_updates))
@@ -175,35 +178,36 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
         def note_last_step() -> None:
             # Called between forward and backward: forward has used all parameters, so the last step's updates have arrived.
             if job.step > len(digests):
-                digests.append(digest(model, optimizer, job.committed_buffers, scaler))
+                digests.append(digest(model, optimizer, buffers, scaler))
 
         for _epoch in job.epochs(1):
-            for batch in loader:
-                _turn(model, optimizer, batch, scaler, note_last_step)
+            for step in loader:
+                for batch in step:
+                    _backward(model, batch, scaler, note_last_step)
+                _update(optimizer, scaler)
+                buffers[:] = [buffer.clone() for buffer in model.buffers()]  # those of replica 0
         note_last_step()
     if task["sync"] == "priority" and scaler is None and sum(overlapped) < STEPS - 2:
         raise RuntimeError(f"steps were to overlap, but only {sum(overlapped)} of {STEPS} did")
     return digests
 
 
-def _turn(
-    model: Any, optimizer: Any, batch: Any, scaler: Any, before_backward: Callable[[], None] = lambda: None
-) -> None:
+def _backward(model: Any, batch: Any, scaler: Any, before_backward: Callable[[], None] = lambda: None) -> None:
     from pliant_repro.zoo import compute_loss
 
-    optimizer.zero_grad()
-    if scaler is None:
-        loss = compute_loss(model, *batch)
-        before_backward()
-        loss.backward()
-        optimizer.step()
-        return
-    with torch.autocast(batch[0].device.type, torch.bfloat16):
+    with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=scaler is not None):
         loss = compute_loss(model, *batch)
     before_backward()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _update(optimizer: Any, scaler: Any) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
 
 
 def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: Any) -> str:

@@ -58,16 +58,15 @@ def main() -> None:
     job = pliant.join()  # one replica, and so one model, per worker
     net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer, loader = job.wrap(
-        net, averaged(inner, args.optimizer), Rings(3000, 2), batch_size=32, shuffle=True
-    )
-
+    model, optimizer = job.wrap(net, averaged(inner, args.optimizer))
+    loader = job.loader(Rings(3000, 2), batch_size=32, shuffle=True)
     unseen = Rings(1000, 3)
     for epoch in job.epochs(args.epochs):
-        for points, rings in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(points), rings).backward()
+        for step in loader:
+            for points, rings in step:
+                nn.functional.cross_entropy(model(points), rings).backward()
             optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             right = (model(unseen.points).argmax(1) == unseen.rings).float().mean().item()
         print(f"epoch {epoch} rank {job.rank} of {job.size}: {right:.1%} right, model {digest(net)}", flush=True)

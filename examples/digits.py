@@ -25,15 +25,17 @@ def main() -> None:
 
     job = pliant.join(replicas=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=32, shuffle=True)
+    model, optimizer = job.wrap(model, optimizer)
+    loader = job.loader(dataset, batch_size=32, shuffle=True)
     for epoch in job.epochs(5):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+        for step in loader:
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        if job.rank == 0:
+            optimizer.zero_grad()
+        if job.is_first:
             print(f"epoch {epoch} done, on {job.size} workers", flush=True)
-    if job.rank == 0:
+    if job.is_first:
         state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         right = (model.eval()(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
         print(f"model {hashlib.sha256(state).hexdigest()[:16]}, {right:.1%} right", flush=True)

@@ -30,9 +30,9 @@ def main() -> None:
     for epoch in range(5):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+            optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"epoch {epoch} done, on {dist.get_world_size()} workers", flush=True)
     if dist.get_rank() == 0:

@@ -93,16 +93,19 @@ def main() -> None:
     net = Gpt(len(windows.letters), args.length, args.width, args.layers)
     with pliant.join(replicas=2, sync=args.sync) as job:
         adam = torch.optim.AdamW(net.parameters(), lr=3e-3)
-        model, optimizer, loader = job.wrap(net, adam, windows, batch_size=8, shuffle=True)
+        model, optimizer = job.wrap(net, adam)
+        loader = job.loader(windows, batch_size=8, shuffle=True)
         for epoch in job.epochs(args.epochs):
-            for text, following in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(text).flatten(0, 1), following.flatten())
-                loss.backward()
+            for step in loader:
+                for text, following in step:
+                    loss = F.cross_entropy(model(text).flatten(0, 1), following.flatten())
+                    loss.backward()
+                    step.log(loss=loss)
                 optimizer.step()
-            if job.rank == 0:
-                print(f"epoch {epoch}: loss {loss.item():.4f}, {job.size} workers", flush=True)
-        if job.rank == 0:
+                optimizer.zero_grad()
+                if job.is_first and step.number % 10 == 0:
+                    print(f"epoch {epoch}, step {step.number}: loss {step['loss']:.4f}, {job.size} workers", flush=True)
+        if job.is_first:
             written = net.eval().write(windows.text[:8], 120)
             print("it writes: " + "".join(windows.letters[letter] for letter in written), flush=True)
 

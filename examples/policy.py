@@ -43,15 +43,18 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dataset = torch.utils.data.TensorDataset(points, answers)
     with pliant.join(replicas=4, policies=[DoubleWhenNoisy()]) as job:
-        model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=4)
+        model, optimizer = job.wrap(model, optimizer)
+        loader = job.loader(dataset, batch_size=4)
         for epoch in job.epochs(2):
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
+            for step in loader:
+                for x, y in step:
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    step.log(loss=loss)
                 optimizer.step()
-            if job.rank == 0:
-                print(f"epoch {epoch}: loss {loss.item():.3f}, batch of a replica {job.batch_size}")
+                optimizer.zero_grad()
+                if job.is_first and step.number % 20 == 0:
+                    print(f"epoch {epoch}: loss {step['loss']:.3f}, batch of a replica {job.batch_size}")
 
 
 if __name__ == "__main__":

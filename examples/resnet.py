@@ -41,19 +41,22 @@ def main() -> None:
     with pliant.join(replicas=2) as job:
         sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
         dataset = digits(args.samples, args.pixels)
-        model, optimizer, loader = job.wrap(net, sgd, dataset, batch_size=args.batch_size, shuffle=True)
+        model, optimizer = job.wrap(net, sgd)
+        loader = job.loader(dataset, batch_size=args.batch_size, shuffle=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, args.epochs * len(loader))
-        job.track("scheduler", scheduler)  # once per step, however many replicas are hosted here
+        job.track("scheduler", scheduler)  # new workers and checkpoints get it
         for epoch in job.epochs(args.epochs):
-            for images, labels in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images.to(device)), labels.to(device))
-                loss.backward()
+            for step in loader:
+                for images, labels in step:
+                    loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+                    loss.backward()
+                    step.log(loss=loss)
                 optimizer.step()
+                optimizer.zero_grad()
                 scheduler.step()
-            if job.rank == 0:
-                print(f"epoch {epoch}: loss {loss.item():.4f}, {job.size} workers", flush=True)
-        if job.rank == 0:
+                if job.is_first and step.number % 20 == 0:  # the mean over all replicas, the same on every worker
+                    print(f"epoch {epoch}, step {step.number}: loss {step['loss']:.4f}, {job.size} workers", flush=True)
+        if job.is_first:
             state = b"".join(tensor.cpu().numpy().tobytes() for tensor in net.state_dict().values())
             print(f"model {hashlib.sha256(state).hexdigest()[:16]}", flush=True)
 

@@ -36,17 +36,22 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
     with pliant.join(replicas=4) as job:
         adam = torch.optim.Adam(net.parameters(), lr=1e-3)
-        model, optimizer, loader = job.wrap(net, adam, dataset, batch_size=16, shuffle=True)
+        model, optimizer = job.wrap(net, adam)
+        loader = job.loader(dataset, batch_size=16, shuffle=True)
         for epoch in job.epochs(args.epochs):
-            for points, arms in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(points), arms).backward()
+            for step in loader:
+                for points, arms in step:
+                    F.cross_entropy(model(points), arms).backward()
                 optimizer.step()
-            if job.rank == 0:
-                with torch.no_grad():
-                    right = (net(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for points, arms in job.evaluate(dataset, batch_size=512):  # the workers share the batches
+                    job.total(right=(model(points).argmax(1) == arms).sum(), seen=len(arms))
+            total = job.total()
+            if job.is_first:
+                right = total["right"] / total["seen"]
                 print(f"epoch {epoch}: {right:.1%} right, on {job.size} workers", flush=True)
-        if job.rank == 0:
+        if job.is_first:
             state = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
             print(f"model {hashlib.sha256(state).hexdigest()[:16]}", flush=True)
 

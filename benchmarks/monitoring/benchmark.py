@@ -17,7 +17,6 @@ import time
 import torch
 import torch.nn.functional as F
 from pliant_repro.zoo import image_size, model_name, num_classes, vision_model
-from torch.utils.data import TensorDataset
 
 import pliant
 from pliant.errors import ConfigError
@@ -58,30 +57,28 @@ def main() -> None:
 
     model = vision_model(model_name(asked.model)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    numbers = TensorDataset(torch.arange(steps * asked.batch_size * job.replicas))
-    model, optimizer, loader = job.wrap(model, optimizer, numbers, batch_size=asked.batch_size)
+    model, optimizer = job.wrap(model, optimizer)
     size = asked.image_size or image_size(asked.model)
     images = torch.randn(asked.batch_size, 3, size, size, device=device)
     labels = torch.randint(num_classes(asked.model), (asked.batch_size,), device=device)
 
     rates: list[float] = []
     began_s = 0.0
-    for _ in job.epochs(1):
-        if job.rank == 0:
-            print(f"Model: {model_name(asked.model)}\nBatch size: {asked.batch_size}\nRunning warmup...", flush=True)
-        for number, _ in enumerate(loader):
-            done = number - warmup
-            if done == 0:
-                began_s = time.monotonic()
-                if job.rank == 0:
-                    print("Running benchmark...", flush=True)
-            elif done > 0 and done % per_iter == 0:
-                began_s = measured(rates, asked.batch_size * per_iter, began_s, device, name)
-            optimizer.zero_grad()
+    if job.is_first:
+        print(f"Model: {model_name(asked.model)}\nBatch size: {asked.batch_size}\nRunning warmup...", flush=True)
+    for step in job.steps(steps):
+        for _replica in step:
             F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            say_found(job, monitor)
-        measured(rates, asked.batch_size * per_iter, began_s, device, name)
+        optimizer.step()
+        optimizer.zero_grad()
+        say_found(job, monitor)
+        done = step.number + 1 - warmup
+        if done == 0:
+            began_s = time.monotonic()
+            if job.is_first:
+                print("Running benchmark...", flush=True)
+        elif done > 0 and done % per_iter == 0:
+            began_s = measured(rates, asked.batch_size * per_iter, began_s, device, name)
     spread = 1.96 * statistics.pstdev(rates)
     print(f"Img/sec per {name}: {statistics.fmean(rates):.1f} +-{spread:.1f}", flush=True)
 

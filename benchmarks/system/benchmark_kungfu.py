@@ -117,27 +117,18 @@ def job_steps(
         elif args.kf_optimizer == "ada-sgd":
             optimizer = pliant.AdaptiveSGD(optimizer, change_step=amount.warmup + (amount.steps - amount.warmup) // 2)
         batch = img_sec.batch_of(args, device, rank)
-        # The loader only counts steps: the images stay where they are.
-        model, optimizer, loader = job.wrap(
-            model,
-            optimizer,
-            torch.utils.data.TensorDataset(torch.zeros(amount.steps * job.replicas)),
-            batch_size=1,
-            bucket_cap_mb=ONE_BUCKET_MB if args.fuse else None,
-        )
+        model, optimizer = job.wrap(model, optimizer, bucket_cap_mb=ONE_BUCKET_MB if args.fuse else None)
 
         def steps() -> Iterator[None]:
             yield
-            is_first = True
-            for _ in job.epochs(1):
-                for _ in loader:
-                    if is_first:
-                        yield
-                    is_first = False
-                    optimizer.zero_grad()
-                    compute(model, batch)
-                    optimizer.step()
+            for step in job.steps(amount.steps):
+                if step.number == 0:
                     yield
+                for _replica in step:
+                    compute(model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
 
         yield steps()
 

@@ -40,17 +40,17 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pliant.join(replicas=2, policies=[GrowWithNoise()]) as job:
-        model, optimizer, loader = job.wrap(
-            model, optimizer, TensorDataset(pixels, answers), batch_size=8, shuffle=True
-        )
+        model, optimizer = job.wrap(model, optimizer)
+        loader = job.loader(TensorDataset(pixels, answers), batch_size=8, shuffle=True)
         for epoch in job.epochs(4):
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
+            for step in loader:
+                for x, y in step:
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    step.log(loss=loss)
                 optimizer.step()
-                job.report(loss=loss.item())
-            if job.rank == 0:
+                optimizer.zero_grad()
+            if job.is_first:
                 right = (model(pixels).argmax(1) == answers).float().mean().item()
                 print(f"epoch {epoch}: {right:.1%} right, batch {job.batch_size}, {job.step} steps", flush=True)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import torch
-from programs import Program, build, digest, one_batch
+from programs import Program, build, digest, loading_of, one_step
 
 import pliant
 
@@ -28,24 +28,17 @@ def main(name: str, replicas: str, epochs: str, *settings: str) -> None:
     torch.set_num_threads(1)
     program = build(name)
     with pliant.join(replicas=int(replicas), seed=program.seed) as job:
-        model, _, loader = job.wrap(
-            program.model,
-            program.optimizers,
-            program.dataset,
-            sync_buffers=program.sync_buffers,
-            **program.wrapping,
-            **program.loading,
-        )
+        model, _ = job.wrap(program.model, program.optimizers, sync_buffers=program.sync_buffers, **program.wrapping)
+        loader = job.loader(program.dataset, **loading_of(program))
         if program.scheduler is not None:
             job.track("scheduler", program.scheduler)
         for _epoch in job.epochs(int(epochs)):
-            for batch in loader:
-                pass_gate(said.get("gate", ""), job.step)
-                time.sleep(float(said.get("turn_s", 0)))
-                if job.step == int(said.get("tampered", -1)):
+            for step in loader:
+                pass_gate(said.get("gate", ""), step.number)
+                if step.number == int(said.get("tampered", -1)):
                     tamper(program)
-                one_batch(program, model, batch, job.no_sync, lambda loss, samples: None)
-        if job.rank == 0:
+                one_step(program, model, step, job.no_sync, lambda *_: time.sleep(float(said.get("turn_s", 0))))
+        if job.is_first:
             print(f"hash {digest(program, program.model.buffers())} after {job.step} steps", flush=True)
 
 

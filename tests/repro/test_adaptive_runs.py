@@ -28,14 +28,16 @@ inputs = torch.randn(600, 20, generator=draw)
 data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
 job = pliant.join(replicas=3, seed=5)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-model, optimizer, loader = job.wrap(net, optimizer, data, batch_size=4)
+model, optimizer = job.wrap(net, optimizer)
+loader = job.loader(data, batch_size=4)
 for epoch in job.epochs(2):
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    for step in loader:
+        for x, y in step:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            step.log(loss=loss)
         optimizer.step()
-        job.report(loss=loss.item())
+        optimizer.zero_grad()
 state = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
 if job.rank == 0:
     print("HASH", job.step, hashlib.sha256(state).hexdigest(), flush=True)

@@ -146,8 +146,8 @@ def test_a_window_leads_in_and_flushes() -> None:
     flushed: list[int] = []
     model.register_state_dict_pre_hook(lambda *_: flushed.append(loop.num_steps))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = itertools.repeat(torch.ones(1))
-    loop = TrainingLoop(subject, model, optimizer, batches, stats=lambda: {"steps": loop.num_steps})
+    steps = itertools.repeat([torch.ones(1)])
+    loop = TrainingLoop(subject, model, optimizer, steps, stats=lambda: {"steps": loop.num_steps})
     found: Any = run_window(loop, iterations=4, lead=3)
     assert flushed == [7]
     assert len(found["marks_s"]) == 5

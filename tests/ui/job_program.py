@@ -18,17 +18,19 @@ def main() -> None:
     model = torch.nn.Linear(4, 2)
     with pliant.join(replicas=2) as job:
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        wrapped, optimizer, loader = job.wrap(model, sgd, torch.utils.data.TensorDataset(points, answers), batch_size=8)
+        wrapped, optimizer = job.wrap(model, sgd)
+        loader = job.loader(torch.utils.data.TensorDataset(points, answers), batch_size=8)
         for _ in job.epochs(1_000_000):
-            for x, y in loader:
-                time.sleep(0.01)
-                optimizer.zero_grad()
-                loss = F.cross_entropy(wrapped(x), y)
-                loss.backward()
-                job.report(loss=loss.item())
+            for step in loader:
+                for x, y in step:
+                    time.sleep(0.01)
+                    loss = F.cross_entropy(wrapped(x), y)
+                    loss.backward()
+                    step.log(loss=loss)
                 optimizer.step()
-                if job.step % 50 == 0 and job.rank == 0:
-                    print(f"step {job.step}: loss {loss.item():.3f}", flush=True)
+                optimizer.zero_grad()
+                if step.number % 50 == 0 and job.is_first:
+                    print(f"step {step.number}: loss {step['loss']:.3f}", flush=True)
 
 
 if __name__ == "__main__":

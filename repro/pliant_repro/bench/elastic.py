@@ -322,15 +322,16 @@ def main() -> None:
     inner = build(task["model"])
     dataset = Samples(chosen.kind, task["size"], EPOCH_STEPS * task["batch"] * task["num_workers"])
     optimizer = make_optimizer(chosen.optimizer, inner)
-    model, optimizer, loader = job.wrap(inner, optimizer, dataset, batch_size=task["batch"], shuffle=False)
+    model, optimizer = job.wrap(inner, optimizer)
+    loader = job.loader(dataset, batch_size=task["batch"], shuffle=False)
     for _epoch in job.epochs(MAX_EPOCHS):
-        for inputs, targets in loader:
-            reporter.report()
-            optimizer.zero_grad()
-            compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+        for step in loader:
+            for inputs, targets in step:
+                reporter.report()
+                compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            if job.committing:
-                reporter.ended_s = time.monotonic()
+            optimizer.zero_grad()
+            reporter.ended_s = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,8 +130,14 @@ def make_optimizer(task: TrainingTask, model: nn.Module) -> torch.optim.Optimize
     return zoo.make_optimizer(task.optimizer, model)
 
 
-def load_batches(subject: Subject, rank: int, num_ranks: int) -> Iterator[Any]:
-    """Yield the batches of one rank without end, as a plain DDP script loads them."""
+def load_steps(subject: Subject, rank: int, num_ranks: int, per_step: int = 1) -> Iterator[Iterable[Any]]:
+    """Yield the steps of one rank without end, `per_step` batches each, as a plain DDP script loads them."""
+    batches = _load_batches(subject, rank, num_ranks)
+    while True:
+        yield islice(batches, per_step)
+
+
+def _load_batches(subject: Subject, rank: int, num_ranks: int) -> Iterator[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(subject.dataset, num_ranks, rank, shuffle=False)
     loader: DataLoader[Any] = DataLoader(
         subject.dataset, batch_size=subject.batch, sampler=sampler, collate_fn=zoo.as_is
@@ -159,40 +166,34 @@ class TrainingLoop:
         subject: Subject,
         model: nn.Module,
         optimizer: Any,
-        batches: Iterator[Any],
+        steps: Iterator[Iterable[Any]],
         *,
-        turns: int = 1,
-        accumulate: int = 1,
+        divisor: int = 1,
         wait_for_sums: Callable[[], None] | None = None,
         stats: Callable[[], dict[str, object]] = dict,
     ) -> None:
         """
         Args:
-            turns: replicas that this rank trains one after the other in each step.
-            accumulate: batches whose gradients are summed before an update.
+            steps: the batches of each step.
+            divisor: what each loss is divided by, where gradients are accumulated.
             wait_for_sums: called between the backward pass and the update; where it returns, the program may have waited.
         """
-        self.subject, self._model, self._optimizer, self._batches = subject, model, optimizer, batches
-        self._turns, self._accumulate, self._wait_for_sums = turns, accumulate, wait_for_sums
-        self.stats = stats
+        self.subject, self._model, self._optimizer, self._steps = subject, model, optimizer, steps
+        self._divisor, self._wait_for_sums, self.stats = divisor, wait_for_sums, stats
         self.num_steps = 0
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
-        for number in range(self._turns * self._accumulate):
-            batch = next(self._batches)
-            if number % self._accumulate == 0:
-                self._optimizer.zero_grad()
+        for batch in next(self._steps):
             loss = self.subject.loss(self._model, batch)
-            (loss / self._accumulate if self._accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            (loss / self._divisor if self._divisor > 1 else loss).backward()  # type: ignore[no-untyped-call]
             self._losses.append(loss.detach())  # read later: reading a loss may wait for the device
-            if (number + 1) % self._accumulate:
-                continue
-            if self._wait_for_sums is not None:
-                self._wait_for_sums()
-                if self.subject.paced is not None:
-                    self.subject.paced.device.stalled()  # before the update, which is part of what is paced
-            self._optimizer.step()
+        if self._wait_for_sums is not None:
+            self._wait_for_sums()
+            if self.subject.paced is not None:
+                self.subject.paced.device.stalled()  # before the update, which is part of what is paced
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         self.num_steps += 1
 
     def take_losses(self) -> list[float]:
@@ -226,8 +227,8 @@ class DdpLoops:
         asked.pop("purpose", None)
         model = DistributedDataParallel(subject.model, **{**self._task.ddp, **asked})
         optimizer = make_optimizer(self._task, subject.model)
-        batches = load_batches(subject, self._rank, self._task.num_workers)
-        self._loops[key] = TrainingLoop(subject, model, optimizer, batches, wait_for_sums=lambda: None)
+        steps = load_steps(subject, self._rank, self._task.num_workers)
+        self._loops[key] = TrainingLoop(subject, model, optimizer, steps, wait_for_sums=lambda: None)
         return self._loops[key]
 
 
@@ -235,9 +236,9 @@ class DdpLoops:
 def _open_plain(task: TrainingTask, rank: int) -> Iterator[Choose]:
     """Plain PyTorch; if one process stands for several replicas, it accumulates the gradients of their batches."""
     subject = make_subject(task)
-    batches = load_batches(subject, rank, task.num_workers)
     accumulate = task.num_replicas // task.num_workers
-    loop = TrainingLoop(subject, subject.model, make_optimizer(task, subject.model), batches, accumulate=accumulate)
+    steps = load_steps(subject, rank, task.num_workers, accumulate)
+    loop = TrainingLoop(subject, subject.model, make_optimizer(task, subject.model), steps, divisor=accumulate)
     yield lambda _: loop
 
 
@@ -254,16 +255,18 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
     with pliant.join(replicas=task.num_replicas, **task.join) as job:
         subject = make_subject(task, lambda: job.sync_stats().waited_until_s)
         data: dict[str, Any] = {"batch_size": subject.batch, "shuffle": False, "collate_fn": zoo.as_is}
-        optimizer = make_optimizer(task, subject.model)
-        model, optimizer, loader = job.wrap(subject.model, optimizer, subject.dataset, **data, **task.wrap)
+        model, optimizer = job.wrap(subject.model, make_optimizer(task, subject.model), **task.wrap)
+        loader = job.loader(subject.dataset, **data)
+        epochs = job.epochs(MAX_EPOCHS)
+        next(epochs)  # the workers meet here
 
-        def batches() -> Iterator[Any]:
-            for _epoch in job.epochs(MAX_EPOCHS):
+        def steps() -> Iterator[Iterable[Any]]:
+            while True:
                 yield from loader
+                next(epochs)
 
-        turns = task.num_replicas // task.num_workers
         stats = lambda: dataclasses.asdict(job.sync_stats())  # noqa: E731
-        loop = TrainingLoop(subject, model, optimizer, batches(), turns=turns, stats=stats)
+        loop = TrainingLoop(subject, model, optimizer, steps(), stats=stats)
         yield lambda _: loop
 
 
@@ -325,9 +328,9 @@ class MpiSums:
 def _open_mpi(task: TrainingTask, rank: int) -> Iterator[Choose]:
     subject = make_subject(task)
     sums = MpiSums(subject.model, int(task.bucket_cap_mb * (1 << 20)))
-    batches = load_batches(subject, rank, task.num_workers)
+    steps = load_steps(subject, rank, task.num_workers)
     optimizer = make_optimizer(task, subject.model)
-    loop = TrainingLoop(subject, subject.model, optimizer, batches, wait_for_sums=sums.wait)
+    loop = TrainingLoop(subject, subject.model, optimizer, steps, wait_for_sums=sums.wait)
     try:
         yield lambda _: loop
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pliant
 from pliant.identity import worker_spec
+from pliant.train.gradient_probe import GradientProbe
 from pliant_repro.figures.launch import Task
 from pliant_repro.figures.workloads import monitor_modes
 from pliant_repro.zoo import Sample, Workload
@@ -26,15 +27,21 @@ HOLD_S = 120.0
 
 
 class Observer:
-    """Called around each turn of a replica. The base class does nothing."""
+    """Called around each turn of a replica, and after each step. The base class does nothing."""
 
-    def before(self, job: Any, work: Workload) -> None:
+    def begin(self, job: Any) -> None:
+        """Called when the job has begun, before its first step on this worker."""
+
+    def before_turn(self, job: Any, work: Workload) -> None:
         """Called before a turn's forward pass."""
 
-    def forwarded(self, job: Any, loss: Tensor) -> None:
+    def after_forward(self, job: Any, loss: Tensor) -> None:
         """Called between forward and backward."""
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
+    def after_turn(self, job: Any) -> None:
+        """Called after a turn's backward pass."""
+
+    def after_step(self, job: Any, work: Workload) -> bool:
         """Called after `optimizer.step()`. Returning True ends the training."""
         return False
 
@@ -51,36 +58,48 @@ class TurnLog(Observer):
     A line is in the file before the next thing happens, so that a killed process loses none.
     """
 
-    def __init__(self, task: Task, switch: AlternatingSwitch | None) -> None:
-        self._task, self._switch = task, switch
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._switch: AlternatingSwitch | None = None
         self._file = open(Path(task.journal) / f"{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._num_states = self._num_changes = self._epoch = 0
         self._trained_s, self._begin_s = 0.0, time.monotonic()
 
-    def before(self, job: Any, work: Workload) -> None:
+    def begin(self, job: Any) -> None:
+        if self._task.alternate:
+            self._switch = AlternatingSwitch(job)
+
+    def before_turn(self, job: Any, work: Workload) -> None:
         self._write_changes(job)
         self._write_state(job, work)
 
-    def forwarded(self, job: Any, loss: Tensor) -> None:
+    def after_forward(self, job: Any, loss: Tensor) -> None:
         if self._task.digest:  # also of an attempt that is lost and repeated
-            self._write("turn", **self._turn(job, job.step, job.replica), loss=loss.item())
+            self._write("turn", **self._turn(job, job.replica), loss=loss.item())
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
-        task, is_last = self._task, replica == job.hosted[-1]
-        if task.nudge == step and job.rank == 0:
+    def after_turn(self, job: Any) -> None:
+        if job.replica != job.hosted[-1]:  # the line of the last turn follows the update
+            self._write_turn(job, job.replica)
+
+    def after_step(self, job: Any, work: Workload) -> bool:
+        if self._task.nudge == job.step and job.rank == 0:
             weight = next(work.model.parameters()).data.view(-1)
             weight[0] = torch.nextafter(weight[0], torch.tensor(torch.inf))
+        self._write_turn(job, job.hosted[-1])
+        return False
+
+    def _write_turn(self, job: Any, replica: int) -> None:
+        task, is_last = self._task, replica == job.hosted[-1]
         if task.digest:
-            return False
+            return
         if task.device != "cpu" and (is_last or task.sync_turns):
             torch.cuda.synchronize()
-        facts = self._turn(job, step, replica)
+        facts = self._turn(job, replica)
         if self._switch is not None:
             facts |= self._switch.take()
         if task.memory and is_last:
             facts["memory_bytes"] = memory_bytes(task.device)
         self._write("turn", **facts)
-        return False
 
     def epoch_done(self, job: Any, epoch: int, work: Workload) -> None:
         self._trained_s += time.monotonic() - self._begin_s
@@ -95,8 +114,8 @@ class TurnLog(Observer):
     def finish(self, job: Any, work: Workload) -> None:
         self._write_changes(job)
 
-    def _turn(self, job: Any, step: int, replica: int) -> dict[str, Any]:
-        place = {"step": step, "replica": replica, "size": job.size, "rank": job.rank}
+    def _turn(self, job: Any, replica: int) -> dict[str, Any]:
+        place = {"step": job.step, "replica": replica, "size": job.size, "rank": job.rank}
         return {**place, "epoch": self._epoch, "batch": job.batch_size}
 
     def _write(self, kind: str, **facts: object) -> None:
@@ -153,7 +172,7 @@ class Pace(Observer):
         self._pace_s, self._holds = task.pace_s, dict(task.hold)
         self._step, self._due_s = -1, 0.0
 
-    def before(self, job: Any, work: Workload) -> None:
+    def before_turn(self, job: Any, work: Workload) -> None:
         if job.step == self._step:
             return
         # Before the turn's work, as what is measured as the pause of a resize lies before that.
@@ -207,24 +226,27 @@ class AlternatingSwitch:
 class IterationLines(Observer):
     """Prints images per second of each step, and the policy's lines, as KungFu's artifact does. Rank 0 prints."""
 
-    def __init__(self, job: pliant.Job, task: Task, policy: Any) -> None:
-        self._job, self._task, self._warmup = job, task, task.warmup
+    def __init__(self, task: Task, policy: Any) -> None:
+        self._task, self._warmup, self._is_first = task, task.warmup, False
         self._where = "/gpu:0" if task.device != "cpu" else "/cpu:0"
         self._voted = False
         self.rates: list[float] = []
         self._begin_s = 0.0
         policy.report = self._say
 
+    def begin(self, job: Any) -> None:
+        self._is_first = job.rank == 0
+
     def _say(self, text: str) -> None:
         """Print a line of the policy; lines of the vote have a mark of their own."""
         self._voted = True
-        if self._job.rank == 0:
+        if self._is_first:
             print(f"[I] {text}" if "::" in text else f"Cluster response\n{text}", flush=True)
 
-    def before(self, job: Any, work: Workload) -> None:
+    def before_turn(self, job: Any, work: Workload) -> None:
         if not self._begin_s:
             self._begin_s = time.perf_counter()
-            if job.rank == 0:
+            if self._is_first:
                 name = "paced ResNet50" if self._task.kappa else self._task.model.partition(":")[2]
                 print(f"Model: {name}\nBatch size: {self._task.batch}", flush=True)
             return
@@ -237,12 +259,12 @@ class IterationLines(Observer):
             self._warmup -= 1
             return
         self.rates.append(self._task.batch / took_s)
-        if self._job.rank == 0:
+        if self._is_first:
             response = "Cluster response " if self._voted else ""
             print(f"{response}Iter #{len(self.rates) - 1}: {self.rates[-1]:.1f} img/sec per {self._where}", flush=True)
         self._voted = False
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
+    def after_step(self, job: Any, work: Workload) -> bool:
         if self._task.device != "cpu":
             torch.cuda.synchronize()
         return False
@@ -270,15 +292,14 @@ class ResizeRequests(Observer):
         self._asked_s = 0.0
         self._is_reported = True
 
-    def before(self, job: Any, work: Workload) -> None:
+    def before_turn(self, job: Any, work: Workload) -> None:
         if job.step == 0 and job.rank == 0:
             print(f"init took {time.monotonic() - self._begin_s:.3f}s", flush=True)
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
-        if replica == job.hosted[-1]:  # what is asked for in an earlier turn of a step has no effect
-            size = self.due(step + 1, job.size, lambda text: print(text, flush=True) if job.rank == 0 else None)
-            if size is not None:
-                job.resize(size)  # 0 ends the job, and with it the loop
+    def after_step(self, job: Any, work: Workload) -> bool:
+        size = self.due(job.step + 1, job.size, lambda text: print(text, flush=True) if job.rank == 0 else None)
+        if size is not None:
+            job.resize(size)  # 0 ends the job, and with it the loop
         return False
 
     def due(self, steps: int, size: int, say: Callable[[str], None]) -> int | None:
@@ -301,35 +322,36 @@ class EndAtRest(Observer):
         self._policy = policy
         self._done_at: int | None = None
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
+    def after_step(self, job: Any, work: Workload) -> bool:
         if self._done_at is None and self._policy.done:
-            self._done_at = step
-        return self._done_at is not None and step >= self._done_at + self.LAST_STEPS
+            self._done_at = job.step
+        return self._done_at is not None and job.step >= self._done_at + self.LAST_STEPS
 
 
 class MonitorTimes(Observer):
     """Switches the gradient monitors on and off from step to step, and measures every step. Writes worker-RANK.json."""
 
-    def __init__(self, job: pliant.Job, task: Task) -> None:
+    def __init__(self, task: Task) -> None:
         from pliant_repro.figures.kungfu_monitoring import INTERVALS
 
         self._task, self._modes, self._intervals = task, monitor_modes(task), INTERVALS
-        assert job.gradient_probe is not None, "monitors were asked for"
-        self._probe = job.gradient_probe
         self._begins_s: list[float] = []
+
+    def begin(self, job: Any) -> None:
+        assert job.gradient_probe is not None, "monitors were asked for"
+        self._probe: GradientProbe = job.gradient_probe
         self._switch(0)
 
     def _switch(self, step: int) -> None:
         mode = self._modes[min(step, len(self._modes) - 1)]
         self._probe.noise_interval, self._probe.variance_interval = self._intervals[mode]
 
-    def before(self, job: Any, work: Workload) -> None:
+    def before_turn(self, job: Any, work: Workload) -> None:
         if job.step == len(self._begins_s):
             self._begins_s.append(time.monotonic())
 
-    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
-        if replica == job.hosted[-1]:
-            self._switch(step + 1)
+    def after_step(self, job: Any, work: Workload) -> bool:
+        self._switch(job.step + 1)
         return False
 
     def finish(self, job: Any, work: Workload) -> None:

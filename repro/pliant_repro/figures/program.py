@@ -12,9 +12,9 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ import pliant
 from pliant.errors import ConfigError
 from pliant_repro.figures.launch import Task
 from pliant_repro.figures.observers import (
-    AlternatingSwitch,
     EndAtRest,
     IterationLines,
     MonitorTimes,
@@ -50,6 +49,7 @@ class StockJob:
         self.size, self.hosted, self.step, self.changes = max(1, num_ranks), (rank,), 0, ()
         self.batch_size = task.batch
         self._seed, self._is_ddp = task.seed, num_ranks > 0
+        self._sampler: torch.utils.data.DistributedSampler[Any] | None = None
 
     def __enter__(self) -> StockJob:
         return self
@@ -58,25 +58,26 @@ class StockJob:
         if self._is_ddp:
             torch.distributed.destroy_process_group()
 
-    def wrap(
-        self, model: nn.Module, optimizer: Any, dataset: Any, *, batch_size: int, bucket_cap_mb: float | None, **more: Any
-    ) -> tuple[nn.Module, Any, Iterator[Any]]:
-        sampler: torch.utils.data.DistributedSampler[Any] | None = None
+    def wrap(self, model: nn.Module, optimizer: Any, *, bucket_cap_mb: float | None) -> tuple[nn.Module, Any]:
         if self._is_ddp:
-            sampler = torch.utils.data.DistributedSampler(dataset, self.size, self.rank)
             model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
             KEPT.append(model)
-        self._sampler = sampler
-        self._loader = torch.utils.data.DataLoader(dataset, batch_size, sampler=sampler, **more)
-        seed_all(self._seed + self.rank)  # as replica `rank` is seeded
-        return model, optimizer, cast(Iterator[Any], self)
+        return model, optimizer
 
-    def __iter__(self) -> Iterator[Any]:
+    def loader(self, dataset: Any, *, batch_size: int, **more: Any) -> Iterable[Any]:
+        if self._is_ddp:
+            self._sampler = torch.utils.data.DistributedSampler(dataset, self.size, self.rank)
+        self._loader = torch.utils.data.DataLoader(dataset, batch_size, sampler=self._sampler, **more)
+        return self
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the steps, which have one batch each."""
         for batch in self._loader:
-            yield batch
+            yield [batch]
             self.step += 1
 
     def epochs(self, count: int) -> Iterator[int]:
+        seed_all(self._seed + self.rank)  # as replica `rank` is seeded
         for epoch in range(count):
             if self._sampler is not None:
                 self._sampler.set_epoch(epoch)
@@ -112,13 +113,11 @@ def train(task: Task, stock: StockJob | None = None) -> None:
     job: Any = stock or pliant.join(task.replicas, determinism=task.determinism, seed=task.seed, **joining)
     holder.append(job)
     with job:
-        model, optimizer, loader = job.wrap(
-            work.model, work.optimizer, work.dataset, batch_size=work.batch_size, bucket_cap_mb=work.bucket_cap_mb,
-            **work.loading,
-        )  # fmt: skip
+        model, optimizer = job.wrap(work.model, work.optimizer, bucket_cap_mb=work.bucket_cap_mb)
+        loader = job.loader(work.dataset, batch_size=work.batch_size, **work.loading)
         if work.schedule is not None:
             job.track("schedule", work.schedule)
-        observers = _observers(task, job, policy)
+        observers = _observers(task, policy)
         try:
             _loop(task, job, work, (model, optimizer, loader), observers)
         finally:  # a worker that is told to leave does so from within the loop
@@ -128,19 +127,25 @@ def train(task: Task, stock: StockJob | None = None) -> None:
 
 def _loop(task: Task, job: Any, work: Workload, wrapped: tuple[Any, Any, Any], observers: Sequence[Observer]) -> None:
     model, optimizer, loader = wrapped
+    has_begun = False
     for epoch in job.epochs(ENDLESS if (work.fixed and not task.steps) or task.provision else task.epochs):
-        for batch in loader:
-            for observer in observers:
-                observer.before(job, work)
-            step, replica = job.step, job.replica
-            inputs, targets = work.fixed(step, replica) if work.fixed is not None else batch
-            optimizer.zero_grad()
-            loss = work.loss(model(inputs.to(task.device)), targets.to(task.device))
-            for observer in observers:
-                observer.forwarded(job, loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+        for observer in observers if not has_begun else ():
+            observer.begin(job)
+        has_begun = True
+        for step in loader:
+            for batch in step:
+                for observer in observers:
+                    observer.before_turn(job, work)
+                inputs, targets = work.fixed(job.step, job.replica) if work.fixed is not None else batch
+                loss = work.loss(model(inputs.to(task.device)), targets.to(task.device))
+                for observer in observers:
+                    observer.after_forward(job, loss)
+                loss.backward()  # type: ignore[no-untyped-call]
+                for observer in observers:
+                    observer.after_turn(job)
             optimizer.step()
-            stopping = [observer.after(job, work, step, replica) for observer in observers]
+            optimizer.zero_grad()
+            stopping = [observer.after_step(job, work) for observer in observers]
             if any(stopping):
                 return
         if work.schedule is not None:
@@ -165,14 +170,14 @@ def _policies(task: Task) -> tuple[Any, dict[str, Any]]:
     return None, {"monitor": {"noise_scale": 1, "variance": 1}} if task.monitor_rounds else {}
 
 
-def _observers(task: Task, job: Any, policy: Any) -> list[Observer]:
+def _observers(task: Task, policy: Any) -> list[Observer]:
     if task.monitor_rounds:
-        return [MonitorTimes(job, task)]
+        return [MonitorTimes(task)]
     if task.lines:
-        return [IterationLines(job, task, policy)]
+        return [IterationLines(task, policy)]
     found: list[Observer] = []
     if task.journal:
-        found.append(TurnLog(task, AlternatingSwitch(job) if task.alternate else None))
+        found.append(TurnLog(task))
     if task.pace_s or task.hold:
         found.append(Pace(task))
     if task.resizes:
