@@ -31,7 +31,7 @@ class Step:
     digest: str
     """Of rank 0's parameters, optimizer state and buffers after it."""
     losses: tuple[tuple[float, ...], ...]
-    """By rank; several where gradients were accumulated."""
+    """By rank; several where gradients were accumulated, and none in a step that was left."""
     samples: tuple[tuple[int, ...], ...]
     """By rank: which ones it was computed from."""
 
@@ -137,16 +137,18 @@ def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankS
             losses.append(loss)  # noqa: B023 - called at once
             samples.extend(consumed)  # noqa: B023
 
-        for batch in loader:
+        for index, batch in enumerate(loader):
             if not losses and len(steps) in restarts:
                 del model  # its hooks go with it
                 model = _wrapped(program)
-            one_batch(program, model, batch, model.no_sync, note)
-            if len(losses) == program.accumulate:
+            is_over = index == program.stops_at or one_batch(program, model, batch, model.no_sync, note, index)
+            if is_over:
                 state = digest(program, program.model.buffers()) if rank == 0 else ""
                 steps.append((state, tuple(losses), tuple(samples)))
                 losses.clear()
                 samples.clear()
+            if index == program.stops_at:
+                break
     KEPT.append(model)
     return steps
 

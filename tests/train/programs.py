@@ -1,7 +1,7 @@
 """The training programs of the acceptance tests, each written once: what stock DDP trains and what pliant trains.
 
-`build(name)` makes model, optimizers and data from fixed seeds, and `one_batch` is the body of the training loop.
-Nothing in here knows under whom it runs.
+`build(name)` makes model, optimizers and data from fixed seeds. `one_batch` is what a rank of DDP does with a batch, and
+`one_step` is the body of a job's outer loop; both are made of the same parts, which do not know under whom they run.
 """
 
 from __future__ import annotations
@@ -54,34 +54,112 @@ class Program:
     seen: float = 0.0
     """What it saw last: a factor of its next loss."""
     num_batches: int = 0
-    """Batches that the loop has seen in this process."""
+    """Batches that a rank of DDP has seen."""
+    clears_every: int = 1
+    """Gradients are cleared with every so many steps; until then each step adds to those of the step before."""
+    passes: int = 1
+    """Backwards of a step that are synchronised, each followed by an update."""
+    is_passed_over: Callable[[int], bool] = lambda index: False
+    """Which steps of an epoch are left by `continue`: their batches are loaded, and not used."""
+    stops_at: int | None = None
+    """The step of an epoch that is left by `break`."""
+    is_skipped: Callable[[list[int]], bool] = lambda samples: False
+    """Which batches contribute nothing; with DDP, zeros."""
+
+
+Note = Callable[[float, list[int]], None]
 
 
 def one_batch(
+    program: Program, model: nn.Module, batch: Batch, no_sync: Callable[[], Any], note: Note, index: int = -1
+) -> bool:
+    """What a rank of DDP does with batch `index` of an epoch; returns whether a step is over."""
+    if program.is_passed_over(index):
+        return True
+    number = program.num_batches
+    program.num_batches += 1
+    step, is_last = number // program.accumulate, (number + 1) % program.accumulate == 0
+    if number % program.accumulate == 0:
+        begin_step(program, step)
+    for each in range(program.passes):
+        with contextlib.nullcontext() if is_last else no_sync():
+            loss = _loss(program, model, batch, note if each == 0 else note_nothing)
+            if program.is_skipped(batch[0].tolist()):
+                loss = 0.0 * torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+            _backward(program, loss)
+        if is_last:
+            update(program, model)
+    if is_last:
+        end_step(program, step)
+    return is_last
+
+
+def one_step(program: Program, model: nn.Module, step: Any, no_sync: Callable[[], Any], note: Note) -> bool:
+    """The body of a job's outer loop; returns whether it is to be left."""
+    if step.index == program.stops_at:
+        return True
+    if program.is_passed_over(step.index):
+        return False
+    begin_step(program, step.number)
+    for each in range(program.passes):
+        for batch in step:
+            one_turn(program, model, batch, no_sync, note if each == 0 else note_nothing, step.skip)
+        update(program, model)
+    end_step(program, step.number)
+    return False
+
+
+def one_turn(
     program: Program,
     model: nn.Module,
     batch: Batch,
     no_sync: Callable[[], Any],
-    note: Callable[[float, list[int]], None],
+    note: Note,
+    skip: Callable[[], None],
 ) -> None:
-    """The body of the loop. Notes the loss, and which samples it was computed from, before backward."""
+    """The body of a job's inner loop. Its batch has the samples of all backwards that are accumulated."""
+    size = program.loading["batch_size"]
+    parts = list(zip(*(each.split(size) for each in batch), strict=True))
+    for number, part in enumerate(parts, 1):
+        with contextlib.nullcontext() if number == len(parts) else no_sync():
+            loss = _loss(program, model, part, note)
+            if program.is_skipped(part[0].tolist()):
+                skip()
+            else:
+                _backward(program, loss)
+
+
+def loading_of(program: Program) -> dict[str, Any]:
+    """Arguments of a job's loader."""
+    return {**program.loading, "batch_size": program.loading["batch_size"] * program.accumulate}
+
+
+def note_nothing(loss: float, samples: list[int]) -> None:
+    """Of a second pass."""
+
+
+def _loss(program: Program, model: nn.Module, batch: Batch, note: Note) -> Tensor:
+    """Notes the loss, and which samples it was computed from, before backward."""
     samples, inputs, targets = batch
-    program.num_batches += 1
-    is_last = program.num_batches % program.accumulate == 0
-    if program.clears_first and (program.num_batches - 1) % program.accumulate == 0:
+    loss = program.loss(model, inputs, targets)
+    if program.look is not None:
+        loss = loss * (1 + 1e-3 * program.seen)
+    note(loss.item(), samples.tolist())
+    return loss
+
+
+def _backward(program: Program, loss: Tensor) -> None:
+    scaled = loss if program.scaler is None else program.scaler.scale(loss)
+    scaled.backward()  # type: ignore[no-untyped-call]
+
+
+def begin_step(program: Program, step: int) -> None:
+    if program.clears_first and step % program.clears_every == 0:
         _clear(program)
-    with contextlib.nullcontext() if is_last else no_sync():
-        loss = program.loss(model, inputs, targets)
-        if program.look is not None:
-            loss = loss * (1 + 1e-3 * program.seen)
-        note(loss.item(), samples.tolist())
-        scaled = loss if program.scaler is None else program.scaler.scale(loss)
-        scaled.backward()
-    if is_last:
-        _update(program, model)
 
 
-def _update(program: Program, model: nn.Module) -> None:
+def update(program: Program, model: nn.Module) -> None:
+    """What follows the backwards of a pass."""
     scaler = program.scaler
     for optimizer in program.optimizers:
         if scaler is not None:
@@ -94,11 +172,14 @@ def _update(program: Program, model: nn.Module) -> None:
             optimizer.step()
     if scaler is not None:
         scaler.update()
+
+
+def end_step(program: Program, step: int) -> None:
     if program.scheduler is not None:
         program.scheduler.step()
     if program.look is not None:
         program.seen = program.look(program)
-    if not program.clears_first:
+    if not program.clears_first and (step + 1) % program.clears_every == 0:
         _clear(program)
 
 
@@ -154,9 +235,10 @@ def may_have_children() -> None:
 
 
 class Images:
-    """Small pictures, flipped, moved and made noisy by three random generators whenever they are read."""
+    """Small pictures, flipped, moved and made noisy by three random generators whenever they are read; or plain ones."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, plain: bool = False) -> None:
+        self._plain = plain
         generator = torch.Generator().manual_seed(7)
         self._images = torch.rand(length, 1, 8, 8, generator=generator)
         self._labels = torch.randint(0, 10, (length,), generator=generator)
@@ -166,6 +248,8 @@ class Images:
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
         image = self._images[index]
+        if self._plain:
+            return index, image, self._labels[index]
         if random.random() < 0.5:
             image = image.flip(-1)
         down, right = np.random.randint(0, 3, size=2)
@@ -296,6 +380,7 @@ def _conv(
     length: int = 50,
     batch_size: int = 3,
     change: Callable[[nn.Module], Any] = lambda model: None,
+    plain: bool = False,
     **more: Any,
 ) -> Program:
     model = _conv_net()
@@ -303,7 +388,7 @@ def _conv(
     return Program(
         model=model,
         optimizers=[torch.optim.Adam(model.parameters(), lr=1e-3)],
-        dataset=Images(length),
+        dataset=Images(length, plain=plain),
         loading={"batch_size": batch_size, "num_workers": num_workers},
         seed=SEED,
         **more,
@@ -455,7 +540,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "lstm": _lstm,
     "transformer": _transformer,
     "wide": _wide,
-    "accumulating": functools.partial(_conv, accumulate=2, clip=1.0),
+    "accumulating": functools.partial(_conv, accumulate=2, clip=1.0, plain=True),
     "scaled": _scaled,
     "two-optimizers": _two_optimizers,
     "frozen": functools.partial(_conv, change=_freeze),
@@ -464,7 +549,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "channels-last": functools.partial(_conv, change=_channels_last),
     "bfloat16": _half,
     "adamw": functools.partial(_transformer, clip=None),
-    "accumulating-4": functools.partial(_conv, accumulate=4, length=72, batch_size=2),
+    "accumulating-4": functools.partial(_conv, accumulate=4, length=72, batch_size=2, plain=True),
     "tied-unclipped": functools.partial(_transformer, tied=True, clip=None),
     "nesterov": _nesterov,
     "saving": functools.partial(_looking, _saved),
@@ -472,6 +557,11 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "dawdling-long": functools.partial(_conv, length=200, batch_size=2, change=_dawdle),
     "dawdling": functools.partial(_conv, change=_dawdle),
     "own-buffers": functools.partial(_conv, sync_buffers=False),
+    "kept-gradients": functools.partial(_conv, clears_every=2, set_to_none=False),
+    "kept-and-cleared-first": functools.partial(_conv, clears_every=3, clears_first=True),
+    "two-passes": functools.partial(_conv, passes=2),
+    "skipping": functools.partial(_conv, is_skipped=lambda samples: min(samples) < 5),
+    "leaving": functools.partial(_conv, is_passed_over=lambda index: index in (1, 3), stops_at=4),
 }
 
 

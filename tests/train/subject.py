@@ -7,29 +7,30 @@ journals of a job against the oracle, for every step and every replica. Who star
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tampering
 import torch
 from golden import Step, golden
-from programs import build, digest, may_have_children, one_batch
+from programs import Program, build, digest, loading_of, may_have_children, one_step
 
 import pliant
-from pliant.train import trace
+from pliant.train import checkpoint_file, trace
 from pliant.train.deferred import DeferredUpdates
-from pliant.train.job import ViewChange
+from pliant.train.job import StepCommitted, ViewChange
 from pliant.train.pending import PendingSum
+from pliant.train.rendezvous import ViewRendezvous
+from pliant.train.trainer import Trainer
 
 GATE_S = 60.0
-_WAIT_FOR = DeferredUpdates._wait_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ class Task:
     tampering: str = "nothing"
     """A function of `tampering` that spoils something, for negative controls."""
     adapting: dict[str, Any] = field(default_factory=dict)
-    """More arguments of `pliant.join`: policies, record, replay."""
+    """More arguments of `pliant.join`: policies, record, replay, verify."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Fault:
     """What shall happen to a worker, and when."""
 
     moment: str
-    """forward, backward, summed, committed, settling, saving"""
+    """forward, backward, summed, outer, committed, settling, saving"""
     step: int
     sig: int = signal.SIGKILL
 
@@ -112,24 +113,23 @@ def train(rank: int, task: Task) -> int:
 def _train(task: Task, journal: Journal) -> None:
     program = build(task.program)
     placed = task.blocks
-    with pliant.join(
-        replicas=task.replicas,
-        determinism=task.determinism,
-        blocks=None if placed is None else lambda size: placed,
-        sync=task.sync,
-        slice_bytes=task.slice_bytes,
-        in_flight_bytes=task.in_flight_bytes,
-        seed=program.seed,
-        **task.adapting,
-    ) as job:
-        model, _, loader = job.wrap(
-            program.model,
-            program.optimizers,
-            program.dataset,
-            sync_buffers=program.sync_buffers,
-            **program.wrapping,
-            **program.loading,
+    with (
+        pliant.join(
+            replicas=task.replicas,
+            determinism=task.determinism,
+            blocks=None if placed is None else lambda size: placed,
+            sync=task.sync,
+            slice_bytes=task.slice_bytes,
+            in_flight_bytes=task.in_flight_bytes,
+            seed=program.seed,
+            **{"verify": 3, **task.adapting},
+        ) as job,
+        _observed(job, program, journal, task),
+    ):
+        model, _ = job.wrap(
+            program.model, program.optimizers, sync_buffers=program.sync_buffers, **program.wrapping
         )
+        loader = job.loader(program.dataset, **loading_of(program))
         if program.scheduler is not None:
             job.track("scheduler", program.scheduler)
         if program.scaler is not None:
@@ -138,15 +138,18 @@ def _train(task: Task, journal: Journal) -> None:
             job.load(task.load)
         changes: list[ViewChange] = []
         job.on_view_change(changes.append)
-        _observe(job, program, journal, task)
+
+        def note(loss: float, samples: list[int]) -> None:
+            if job._trainer.deferred.lost is None:  # else what this forward computes does not count
+                journal.write("turn", step=job.step, replica=job.replica, loss=loss, samples=samples)
+
         for _epoch in job.epochs(task.epochs):
-            for batch in loader:
+            for step in loader:
                 _pass_gate(task, job, journal)
-                _fail_at(task, "forward", job.step)
-                if task.save and job.step + 1 == task.save_at:
+                if task.save and step.number + 1 == task.save_at:
                     job.save(task.save)
-                note = functools.partial(_note, journal, job)
-                one_batch(program, model, batch, job.no_sync, note)
+                if one_step(program, model, step, job.no_sync, note):
+                    break
         journal.write("looped", repeated=[change.repeated for change in changes])
         if task.trace:
             trace.write(job.rank)  # what a program of its own would do at its exit
@@ -165,88 +168,93 @@ def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
         time.sleep(0.002)
 
 
-def _note(journal: Journal, job: Any, loss: float, samples: list[int]) -> None:
-    if job._trainer.torn is not None:
-        return  # a sum was lost during this very forward: what it computed does not count
-    journal.write("turn", step=job.step, replica=job.replica, loss=loss, samples=samples)
-
-
-def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
+@contextlib.contextmanager
+def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Iterator[None]:
     """Write down commits, and be there when a fault is due."""
-    trainer, settling = job._trainer, job._rendezvous
-    on_commit, exchange = trainer.on_commit, trainer._exchange
-    enter, check = settling._submit_report, settling._check
-
-    deferred = trainer.deferred
-    whole = deferred.on_complete
     unwritten: list[dict[str, Any]] = []
 
     def write_commits() -> None:
         for facts in unwritten:
             if facts["step"] == job.step - 1:  # else it was taken back
-                journal.write("commit", digest=digest(program, trainer.first_buffers), **facts)
+                journal.write("commit", digest=digest(program, job._trainer.state.first_buffers), **facts)
         unwritten.clear()
 
-    def became_whole() -> None:
-        whole()
-        write_commits()
-
-    def committed() -> None:
-        facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
-        stats = job.sync_stats()
+    def committed(event: StepCommitted) -> None:
+        trainer, stats = job._trainer, job.sync_stats()
+        facts = {"rank": event.rank, "size": event.num_workers, "view": job.view, "hosted": list(job.hosted)}
         facts |= {
-            "brief": trainer.exchange.codec.is_brief,
-            "crossed": deferred.is_pending,
+            "brief": trainer._exchange.codec.is_brief,
+            "crossed": job.has_pending_updates,
             "mode": stats.mode,
             "slice_bytes": stats.slice_bytes,
         }
-        unwritten[:] = [{"step": job.step - 1, **facts}]
-        if not deferred.is_pending:  # looking at parameters would wait for them
+        unwritten[:] = [{"step": event.step - 1, **facts}]
+        if not job.has_pending_updates:  # looking at parameters would wait for them
             write_commits()
-        on_commit()
-        _fail_at(task, "committed", job.step - 1)
+        _fail_at(task, "committed", event.step - 1)
 
-    deferred.on_complete = became_whole
+    def finished(original: Callable[..., Any], deferred: DeferredUpdates) -> None:
+        original(deferred)
+        write_commits()
 
-    def waited(_: DeferredUpdates, awaited: PendingSum) -> bool:
+    def waited(original: Callable[..., Any], deferred: DeferredUpdates, awaited: PendingSum) -> Any:
         taken_in = len(deferred.parameters) - len(deferred._pending)
         if not awaited.handle.done:
             journal.write("blocked" if taken_in else "waiting", step=job.step)
-        return _WAIT_FOR(deferred, awaited)
+        return original(deferred, awaited)
 
-    DeferredUpdates._wait_for = waited  # type: ignore[assignment, method-assign]
+    def turn_begun(original: Callable[..., Any], trainer: Trainer, slot: int) -> Any:
+        batch = original(trainer, slot)
+        _fail_at(task, "forward", job.step)
+        return batch
 
-    def exchanged() -> None:
-        exchange()
+    def exchanged(original: Callable[..., Any], trainer: Trainer) -> Any:
+        action = original(trainer)
         _fail_at(task, "summed", job.step)
+        return action
 
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def counted(original: Callable[..., Any], trainer: Trainer) -> None:
+        original(trainer)
+        _fail_at(task, "outer", job.step)
+
+    def entered(original: Callable[..., Any], settling: ViewRendezvous, *args: Any, **kwargs: Any) -> Any:
         if settling.has_state:
             _fail_at(task, "settling", job.step)
-        return enter(*args, **kwargs)
+        return original(settling, *args, **kwargs)
 
-    def compared(*args: Any) -> Any:
+    def compared(original: Callable[..., Any], settling: ViewRendezvous, *args: Any) -> Any:
         if not settling.has_state and (task.fault is None or task.fault.step < 0):
             _fail_at(task, "settling", job.step)
-        return check(*args)
+        return original(settling, *args)
 
-    trainer.on_commit, trainer._exchange = committed, exchanged
-    settling._submit_report, settling._check = entered, compared
+    def write_half(original: Callable[..., Any], specs: Any, path: Path, metadata: Any) -> None:
+        original(specs, path, metadata)
+        if task.fault is not None and task.fault.moment == "saving":
+            os.truncate(path, path.stat().st_size // 2)
+            _fail_at(task, "saving", task.fault.step)
+            original(specs, path, metadata)
+
+    job.on_commit(committed)
     if task.fault is not None and task.fault.moment == "backward":
         first = next(parameter for parameter in program.model.parameters() if parameter.requires_grad)
-        first.register_hook(lambda gradient: _fail_at(task, "backward", job.step))
-    if task.fault is not None and task.fault.moment == "saving":
-        from pliant.train import checkpoint_file
+        first.register_hook(lambda gradient: _fail_at(task, "backward", job.step))  # type: ignore[no-untyped-call]
+    with contextlib.ExitStack() as stack:
+        for owner, name, around in (
+            (DeferredUpdates, "_finish", finished),
+            (DeferredUpdates, "_wait_for", waited),
+            (Trainer, "_begin_turn", turn_begun),
+            (Trainer, "_exchange_turns", exchanged),
+            (Trainer, "_count_pass", counted),
+            (ViewRendezvous, "_submit_report", entered),
+            (ViewRendezvous, "_check", compared),
+            (checkpoint_file, "serialize_file", write_half),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _around(getattr(owner, name), around)))
+        yield
 
-        serialize_file = checkpoint_file.serialize_file
 
-        def write_half(specs: Any, path: Path, metadata: Any) -> None:
-            serialize_file(specs, path, metadata)
-            os.truncate(path, path.stat().st_size // 2)
-            _fail_at(task, "saving", task.fault.step if task.fault else 0)
-            serialize_file(specs, path, metadata)
-
-        checkpoint_file.serialize_file = write_half
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: around(original, *args, **kwargs)
 
 
 _noticed: set[Fault] = set()
@@ -325,6 +333,9 @@ def _compare_turns(found: History, oracle: Sequence[Step], begin: int) -> None:
     for step, expected in enumerate(oracle[begin:], begin):
         for replica, (losses, samples) in enumerate(zip(expected.losses, expected.samples, strict=True)):
             batches = ledger.pop((step, replica), [])
+            if not losses:
+                assert not batches, f"replica {replica} used its batch of step {step}, which was left"
+                continue
             assert batches, f"step {step} of replica {replica} was never done"
             for attempt in range(0, len(batches), len(losses)):
                 tried = batches[attempt : attempt + len(losses)]
