@@ -8,6 +8,7 @@ workers have taken part in the next step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -80,8 +81,6 @@ class EnteredView:
     engine: Engine
     reports: Sequence[MemberReport]
     """Those of all workers; after a planned change only this worker's own."""
-    fetched: Handle | None
-    """Done when everybody in the view has the state."""
     announces: bool
     """Whether this worker tells about the change."""
     started_job: bool = False
@@ -186,11 +185,7 @@ class ViewRendezvous:
                 reports = self._wait_for_reports(self._submit_report(engine, "begin", report), report)
             first = _holders(reports)[0]
             self._check(reports, first, engine)
-        fetched = None
-        if view.size > 1:
-            token = torch.zeros(1, dtype=torch.uint8)
-            fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
-        return EnteredView(engine, reports, fetched, engine.rank == first, started_job, made_state)
+        return EnteredView(engine, reports, engine.rank == first, started_job, made_state)
 
     def share_state(self, view: EnteredView) -> None:
         """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""
@@ -215,6 +210,15 @@ class ViewRendezvous:
         if engine.rank in lacking:
             self._state.load(cast(dict[str, Any], state))
             self.has_state = True
+
+    def report_fetched(self, view: EnteredView) -> Handle | None:
+        """Report that this worker has the state; return what is done when everybody in the view has it."""
+        if view.engine.size == 1:
+            return None
+        with contextlib.suppress(CommError):  # a worker is lost: the next exchange will fail
+            token = torch.zeros(1, dtype=torch.uint8)
+            return view.engine.all_reduce("fetched", token, op="max", determinism="fast")
+        return None
 
     def _report(self, own: Report, offered: int, *, stays: bool) -> MemberReport:
         return MemberReport(own.passes, own.has_sums, offered, self._program, self._fingerprint.to_json(), stays)

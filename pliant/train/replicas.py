@@ -215,6 +215,9 @@ class ReplicaSwitch:
     def restore(self, context: ReplicaContext, first_buffers: Tensors) -> None:
         """Begin a turn: load the replica's random state, and the buffers of replica 0 or its own."""
         restore_rng(context.random, self._device)
+        self.restore_buffers(context, first_buffers)
+
+    def restore_buffers(self, context: ReplicaContext, first_buffers: Tensors) -> None:
         if self._sync_buffers or not context.buffers:
             self._buffers.load(first_buffers)
         else:

@@ -135,9 +135,9 @@ class Trainer:
         self._passes_in_step = 0
         self._owes_pass = False
         """Whether the program has left a step by `break` before its first pass."""
-        self._first_batch: tuple[Any] | None = None
-        """The batch of the first replica hosted here, loaded when the step began."""
-        self._batches: dict[int, Any] = {}
+        self._first_batch: tuple[Any, int] | None = None
+        """The batch of the first replica hosted here, loaded when the step began, and its number of samples."""
+        self._batches: dict[int, tuple[Any, int]] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         """What each replica has kept for the next pass of this step."""
         self._new_kept: dict[int, dict[str, Any]] = {}
@@ -148,6 +148,8 @@ class Trainer:
         self._draws: Draws | None = None
         """What the program drew in this step before its first pass."""
         self._draws_checksum = 0
+        self._is_new_view = False
+        """Whether nothing was exchanged in this view yet. New workers have not drawn what the others have."""
         self._undo: StepUndo | None = None
         self._fetched: Handle | None = None
         self._writes_first = False
@@ -211,6 +213,7 @@ class Trainer:
                 action = self._handle(arrived)
         except CommError as error:
             return self._lost(error)
+        self._fetched = self._rendezvous.report_fetched(entered)
         if not had_view:
             self._joins_late = not entered.started_job or self.progress.epoch_step > 0
         self._use_view(entered, placement, planned is not None)
@@ -237,7 +240,7 @@ class Trainer:
     def _use_view(self, entered: EnteredView, placement: Placement, planned: bool) -> None:
         """Use this engine from now on, and host the replicas that its view places here."""
         changed, engine = self.engine is not None and self.engine is not entered.engine, entered.engine
-        self.engine, self._fetched, self.announces = engine, entered.fetched, entered.announces
+        self.engine, self.announces = engine, entered.announces
         if self._follows_view and engine.view.size != self.replicas.count:
             self.replicas.deal_to(engine.view.size, self.progress.epoch, self.progress.step, self._device)
         self.hosted = placement.hosted
@@ -255,8 +258,7 @@ class Trainer:
         self.adaptation.enter_view(engine)
         self._guard.enter_view()
         self._first_batch, self._batches, self._dealt = None, {}, -1
-        if not self._turns:
-            self._draws_checksum = 0  # new workers have not drawn it
+        self._is_new_view = True
         if entered.made_state or not planned:
             self._member.settled()
 
@@ -379,7 +381,7 @@ class Trainer:
         if self._passes_in_step:
             for replica in self.hosted:
                 restore_rng(contexts[replica].random, self._device)
-                self._batches[replica] = (self.feeder.next(replica),)
+                self._batches[replica] = self._load(replica)
 
     def _count_writes(self) -> int:
         return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
@@ -490,7 +492,6 @@ class Trainer:
         else:
             self._draws = self._draws_so_far()
             self._writes_first = self._writes_first or self._count_writes() != self._versions
-            self._guard.begin_step(self.progress.step)
         self._outer = None
         self.state.first_buffers = self.state.buffers.save()  # the program may have changed them
         is_pending = self.deferred.will_be_cleared
@@ -508,23 +509,28 @@ class Trainer:
         context = self.replicas.contexts[replica]
         for reducer in self.reducers:
             reducer.begin_turn(slot)
-        size = self.feeder.next_size(replica)
         if self._passes_in_step:
-            batch = self._batches[replica]
             self.replica_switch.restore(context, self.state.first_buffers)
         elif slot == 0 and self._first_batch is not None:
-            batch, self._first_batch = self._first_batch, None  # its random state and its buffers are in force
+            self._batches[replica], self._first_batch = self._first_batch, None  # its random state is in force
+            if not self.state.sync_buffers:
+                self.replica_switch.restore_buffers(context, self.state.first_buffers)
         else:
             self.replica_switch.restore(context, self.state.first_buffers)
-            batch = (self.feeder.next(replica),)
+            self._batches[replica] = self._load(replica)
             if self._draws is not None:
                 restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
-        self._batches[replica] = batch
+        batch, size = self._batches[replica]
         if self.changes.is_ending:
             self.changes.end(self.progress.step, self.size)
         self._timer.begin_turn(self.deferred.waits.seconds)
         self.reducers[0].record_samples(size, self._loss_scale)
-        return batch[0]
+        return batch
+
+    def _load(self, replica: int) -> tuple[Any, int]:
+        """Return the next batch of a replica, and its number of samples."""
+        size = self.feeder.next_size(replica)
+        return self.feeder.next(replica), size
 
     def _begin_turns(self) -> None:
         """Begin the turns of a pass, for the first time or again in another view."""
@@ -543,6 +549,7 @@ class Trainer:
         if trace.enabled() and self._timer.began_s:
             trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
         if not self._passes_in_step:
+            self._guard.begin_step(self.progress.step)
             self._timer.begin_step(engine)
 
     def _end_turn(self) -> Action:
@@ -616,7 +623,7 @@ class Trainer:
             self._timer.last,
             self.adaptation.pack_row() if is_first else b"",
             [turn.pack() for turn in self._turns],
-            self._draws_checksum,
+            0 if self._is_new_view else self._draws_checksum,
             self._guard.checksum() if is_first and not alone else 0,
         )
         if alone:
@@ -625,6 +632,7 @@ class Trainer:
             self._exchange.send(message, contexts)
             with self._stall_watch(f"the turns of step {self.progress.step}"):
                 messages = self._exchange.receive(contexts, self.adaptation.row_size if is_first else 0)
+        self._is_new_view = False
         rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
         complaint = complaint_about(rows, self.progress.step) or self._complaint_about_workers(messages)
         if complaint:
@@ -741,7 +749,7 @@ class Trainer:
         if loads:
             if self._dealt != self.replicas.times_dealt:
                 self._host()
-            self._first_batch = (self.feeder.next(first),)
+            self._first_batch = self._load(first)
             random = capture_rng(self._device)
         self._outer = random
 
@@ -818,8 +826,8 @@ class Trainer:
             answers.append(ask(self._current_engine()) if self.size > 1 else alone())
             return self._handle(SumsArrived(for_sure=self.size == 1))
 
-        if not self.wait_for_sums():
-            return alone()
+        if self._joins_late or not self.wait_for_sums():
+            return alone()  # the others do not take part: here the program runs without effect
         self._perform(self._handle(PassBegun(has_turns=False)), exchange)
         return answers[-1]
 

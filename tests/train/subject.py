@@ -126,9 +126,7 @@ def _train(task: Task, journal: Journal) -> None:
         ) as job,
         _observed(job, program, journal, task),
     ):
-        model, _ = job.wrap(
-            program.model, program.optimizers, sync_buffers=program.sync_buffers, **program.wrapping
-        )
+        model, _ = job.wrap(program.model, program.optimizers, sync_buffers=program.sync_buffers, **program.wrapping)
         loader = job.loader(program.dataset, **loading_of(program))
         if program.scheduler is not None:
             job.track("scheduler", program.scheduler)
@@ -316,7 +314,7 @@ def compare_all(tasks: Sequence[Task], found: Sequence[History], oracle: Mapping
             compare(each, golden(name, task.replicas, task.epochs))
         except AssertionError as error:
             wrong[Path(task.journal).name] = str(error)
-    assert not wrong
+    assert not wrong, wrong
 
 
 def differing(found: History, oracle: Sequence[Step]) -> list[int]:
