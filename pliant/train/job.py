@@ -19,57 +19,37 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pliant.adapt import Observation, Policy
-from pliant.adapt.monitors import wants_stall_detection
-from pliant.cluster import PortRange, Worker
 from pliant.elastic.member import open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
 from pliant.identity import WorkerSpec, report_joined, worker_spec
 from pliant.process_title import program_words, show_as
 from pliant.train import determinism, obstacles, trace
-from pliant.train.adaptation import Adaptation, AdaptationSettings, adaptation_settings
-from pliant.train.checkpoint import Checkpointing, set_initial_state
-from pliant.train.context import RngState, capture_rng, restore_rng, seeded_rng
-from pliant.train.deferred import DeferredUpdates, gate_evaluation
+from pliant.train.adaptation import adaptation_settings
+from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
+from pliant.train.context import restore_rng, seeded_rng
 from pliant.train.evaluation import Evaluation
-from pliant.train.events import Listeners, Progress, StepCommitted, ViewChange
-from pliant.train.feeder import Feeder, NumberFeeder, ReplicaLoader
+from pliant.train.events import Listeners, StepCommitted, ViewChange
+from pliant.train.feeder import NumberFeeder, ReplicaLoader
 from pliant.train.gradient_probe import GradientProbe
-from pliant.train.gradients import GradientReducer
-from pliant.train.guard import EVERY, Guard
-from pliant.train.job_state import JobState
-from pliant.train.optim import AveragingOptimizer, find_averaging
-from pliant.train.outer_draws import Draws
-from pliant.train.rendezvous import Left, ViewRendezvous
+from pliant.train.guard import EVERY
+from pliant.train.optim import find_averaging
+from pliant.train.rendezvous import Left
 from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
 from pliant.train.sampling import LoaderOptions, loader_options
 from pliant.train.step import Step
-from pliant.train.sync import SyncController, SyncStats, SyncTuner, check_sync_options
+from pliant.train.sync import SyncStats, check_sync_options
 from pliant.train.trainer import Trainer
-from pliant.train.wrapping import (
-    StateNamespace,
-    check_epoch,
-    check_optimizers,
-    check_tracked,
-    defer_optimizer,
-    describe_program,
-    hook_optimizer,
-    make_probe,
-    refuse_untracked_scalers,
-    trainable_parameters,
-    why_no_priority,
-)
+from pliant.train.wrapping import StateNamespace, check_epoch, check_optimizers, trainable_parameters
 from pliant.uncaught import report_uncaught
 
 __all__ = ["Job", "Left", "Loader", "Step", "StepCommitted", "ViewChange", "join"]
@@ -131,17 +111,18 @@ def join(
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
     level = _level(determinism, spec)
     check_sync_options(sync, slice_bytes, in_flight_bytes)
-    adapting = adaptation_settings(spec, policies, monitor or {}, record, replay)
-    job = Job(
-        spec,
+    settings = JobSettings(
         replicas,
         level,
         blocks,
         seed,
-        (sync, slice_bytes, in_flight_bytes),
-        adapting,
+        sync,
+        slice_bytes,
+        in_flight_bytes,
+        adaptation_settings(spec, policies, monitor or {}, record, replay),
         EVERY if verify is None else verify,
     )
+    job = Job(spec, settings)
     if spec is not None:
         shown = [started_as]
 
@@ -180,69 +161,41 @@ class Loader:
         self._feeder.order_epoch = epoch
 
 
-@dataclass(slots=True)
-class Wrapped:
-    """What the program has given to `job.wrap`."""
-
-    models: list[torch.nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    averaging: AveragingOptimizer | None
-    find_unused: bool
-    cap_bytes: int | None
-    sync_buffers: bool
-
-
 class Job:
     """One worker's handle on a training job. Made by `pliant.join`."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec | None,
-        replicas: int | None,
-        level: determinism.Level,
-        blocks: Blocks | None,
-        seed: int | None,
-        sync: tuple[str, int | None, int | None] = ("fifo", None, None),
-        adapting: AdaptationSettings | None = None,
-        verify: int = EVERY,
-    ) -> None:
-        self._sync = sync
-        self._adapting = adapting or AdaptationSettings()
-        self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
-        self._verify = verify
-        self._asked = replicas
+    def __init__(self, spec: WorkerSpec | None, settings: JobSettings) -> None:
+        self._spec, self._settings = spec, settings
         self._stack = contextlib.ExitStack()
         self._member = self._stack.enter_context(open_member(spec))
-        self._listeners = Listeners()
-        self._tracked: dict[str, Any] = {}
-        self._wrapped: Wrapped | None = None
-        self._data: tuple[Feeder, Replicas] | None = None
-        self._rank_seed: tuple[int, RngState] | None = None
-        self._trainer: Trainer | None = None
-        self._rendezvous: ViewRendezvous | None = None
-        self._checkpointing: Checkpointing | None = None
-        self._probe: GradientProbe | None = None
+        self._listeners = Listeners(commit=[self._committed], view=[self._announce])
+        self._declared = Declared(load_path=spec.resume if spec is not None else "")
+        self._parts: Assembled | None = None
+        """The parts of the job, once it runs."""
         self._evaluation: Evaluation | None = None
         self._asked_path: str | None = None
         """The checkpoint to write with the step in progress; empty for the job's own directory."""
-        self._load_path = spec.resume if spec is not None else ""
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
         self._notified = False
-        determinism.pin(level, torch.device("cpu"))
+        determinism.pin(settings.level, torch.device("cpu"))
         atexit.register(self.close)
         in_main_thread = threading.current_thread() is threading.main_thread()
         if spec is not None and spec.elastic and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._leave)
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return self._parts.trainer if self._parts is not None else None
 
     # --- who and where ---
 
     @property
     def replicas(self) -> int:
         """N, the number of replicas."""
-        if self._data is not None:
-            return self._data[1].count
-        return self._asked or max(1, self._spec.view.size if self._spec else 1)
+        if self._declared.data is not None:
+            return self._declared.data[1].count
+        return self._settings.replicas or max(1, self._spec.view.size if self._spec else 1)
 
     @property
     def rank(self) -> int:
@@ -341,7 +294,7 @@ class Job:
     @property
     def gradient_probe(self) -> GradientProbe | None:
         """The monitor of noise scale and variance; None if neither was asked for."""
-        return self._probe
+        return self._parts.probe if self._parts is not None else None
 
     @property
     def replica_switch(self) -> ReplicaSwitch:
@@ -366,7 +319,7 @@ class Job:
         device = torch.device("cuda") if torch.cuda.is_available() else None
         state = seeded_rng(seed, device)
         restore_rng(state, device)
-        self._rank_seed = seed, state
+        self._declared.rank_seed = seed, state
 
     def wrap(
         self,
@@ -396,7 +349,7 @@ class Job:
                 "batch_size=...)`, and the loop has two levels (docs/coming-from.md shows the change)"
             )
         self._declare("job.wrap")
-        if self._wrapped is not None:
+        if self._declared.wrapped is not None:
             raise TrainError("job.wrap was called twice: give it all models and optimizers at once, as lists")
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -408,12 +361,12 @@ class Job:
         check_optimizers(optimizers, parameters)
         device = parameters[0][1].device
         if device.type != "cpu":
-            determinism.pin(self._level, device)
+            determinism.pin(self._settings.level, device)
         averaging = find_averaging(optimizers)
         if averaging is not None and len(models) > 1:
             raise ConfigError(f"{averaging.describe()} averages one model, but there are {len(models)}")
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-        self._wrapped = Wrapped(models, optimizers, averaging, find_unused_parameters, cap_bytes, sync_buffers)
+        self._declared.wrapped = Wrapped(models, optimizers, averaging, find_unused_parameters, cap_bytes, sync_buffers)
         return model, optimizer
 
     def loader(self, data: Any, **loading: Any) -> Loader:
@@ -424,13 +377,13 @@ class Job:
             loading: batch_size (of one replica), shuffle, seed, num_workers and so on, if `data` is a dataset.
         """
         self._declare("job.loader")
-        if self._data is not None:
+        if self._declared.data is not None:
             raise TrainError("a job has one loader: job.loader was called before")
         dataset, options = loader_options(data, **loading)
         replicas = Replicas(self.replicas, len(dataset), options)
         feeder = ReplicaLoader(dataset, options, replicas.count)
         check_epoch(replicas)
-        self._data = feeder, replicas
+        self._declared.data = feeder, replicas
         self._stack.callback(feeder.close)
         return Loader(self, feeder, replicas)
 
@@ -439,18 +392,18 @@ class Job:
         workers and checkpoints get it. Returns `thing`."""
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
-        if name in self._tracked:
+        if name in self._declared.tracked:
             raise TrainError(f"track({name!r}): there is already something under that name")
         self._declare(f"track({name!r})")
-        self._tracked[name] = thing
+        self._declared.tracked[name] = thing
         return thing
 
     def state(self, **values: Any) -> StateNamespace:
         """Return a namespace with these values that is part of the job's state: a counter, the best score so far."""
         self._declare("job.state")
-        if _STATE in self._tracked:
+        if _STATE in self._declared.tracked:
             raise TrainError("job.state was called before: give it all values at once")
-        self._tracked[_STATE] = made = StateNamespace(values)
+        self._declared.tracked[_STATE] = made = StateNamespace(values)
         return made
 
     def _declare(self, what: str) -> None:
@@ -468,166 +421,6 @@ class Job:
         finally:
             for reducer in reducers:
                 reducer.no_sync = False
-
-    # --- putting the parts together ---
-
-    def _build(self) -> Trainer:
-        """Make the parts of the job from what the program has declared."""
-        wrapped = self._wrapped
-        if wrapped is None:
-            raise TrainError("the job has nothing to train yet: call job.wrap(model, optimizer) first")
-        if self._data is None:
-            raise TrainError(
-                "the job has no data yet: call job.loader(dataset, batch_size=...) first, or use job.steps"
-            )
-        feeder, replicas = self._data
-        elastic, averaging, sync_options = self._member.elastic, wrapped.averaging, self._sync[1:]
-        device = next(wrapped.models[0].parameters()).device
-        follows_view = self._asked is None and self._spec is not None
-        check_tracked(wrapped.optimizers, self._tracked)
-        tuner = SyncTuner(self._sync_mode(wrapped), *sync_options, notify=self._notify_first)
-        parameters = [trainable_parameters(model) for model in wrapped.models]
-        stalls = self._stall_detector()
-        deferred = DeferredUpdates(
-            [parameter for _, parameter in parameters[0]],
-            [name for name, _ in parameters[0]],
-            can_undo=elastic,
-            notify=self._notify_first,
-            optimizers=wrapped.optimizers,
-            **({"stall_watch": stalls.watch} if stalls is not None else {}),
-        )
-        reducers = [
-            GradientReducer(
-                found,
-                replicas.count,
-                find_unused=wrapped.find_unused,
-                cap_bytes=wrapped.cap_bytes,
-                always_sums=follows_view,
-                prefix=f"{number}:" if len(parameters) > 1 else "",
-                **({"before_backward": deferred.unused_parameters} if tuner.may_defer else {}),
-            )
-            for number, found in enumerate(parameters)
-        ]
-        probe = make_probe(self._adapting.monitors, reducers, wrapped.optimizers, averaging)
-        self._probe = reducers[0].probe = probe
-        progress = Progress()
-        adaptation = Adaptation(self._adapting, progress, replicas, probe, self._request_workers, self._notify)
-        state = JobState(
-            wrapped.models,
-            wrapped.optimizers,
-            self._tracked,
-            replicas,
-            reducers,
-            adaptation,
-            progress,
-            averaging,
-            keeps_layout=self._level != "D0",
-            sync_buffers=wrapped.sync_buffers,
-        )
-        directory = self._spec.checkpoint_dir if self._spec is not None else ""
-        every = self._spec.checkpoint_every if self._spec is not None else 0
-        checkpointing = self._checkpointing = Checkpointing(state, directory, every, self._level, self._notify)
-        start_random = self._start_random(device)
-
-        def start_job(had_state: bool) -> None:
-            set_initial_state(
-                state,
-                device,
-                had_state,
-                asked=self._load_path,
-                directory=directory,
-                random=start_random,
-                notify=self._notify,
-            )
-
-        program = describe_program(parameters, replicas, follows_view=follows_view)
-        program += f", {averaging.describe()}" if averaging is not None else ""
-        program += f", tracks {', '.join(sorted(self._tracked))}" if self._tracked else ""
-        rendezvous = self._rendezvous = ViewRendezvous(
-            self._member,
-            state,
-            f"{program}, {self._adapting}",
-            determinism.fingerprint(device),
-            self._level,
-            start_job,
-            lambda: checkpointing.write_last() if self.is_first else None,
-        )
-        if averaging is not None:
-            averaging.attach(reducers[0], rendezvous.equalise)
-        if self._adapting.metrics or self._adapting.tensorboard:
-            from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
-
-            worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
-            start_exporters(adaptation, self._adapting, worker, self._stack, stalls)
-        self._member.max_members = None if follows_view else replicas.count
-        self._listeners.commit.insert(0, self._committed)
-        self._listeners.view.insert(0, self._announce)
-        trainer = Trainer(
-            self._member,
-            state,
-            rendezvous,
-            feeder,
-            deferred,
-            SyncController(reducers, deferred, tuner),
-            Guard(state, self._verify),
-            self._listeners,
-            device,
-            self._blocks,
-            follows_view=follows_view,
-            loss_scale=self._loss_scale,
-            **({"stall_watch": stalls.watch} if stalls is not None else {}),
-        )
-        self._hook_program(wrapped, trainer, deferred, may_defer=tuner.may_defer)
-        return trainer
-
-    def _hook_program(self, wrapped: Wrapped, trainer: Trainer, deferred: DeferredUpdates, *, may_defer: bool) -> None:
-        """Attach what watches over the program's own objects, until the job is closed."""
-
-        def factor() -> float:
-            return trainer.adaptation.learning_rate_factor
-
-        for optimizer in wrapped.optimizers:
-            if may_defer:
-                defer_optimizer(optimizer, deferred, trainer.check_outer, lambda: trainer.is_taken_back, factor)
-            else:
-                self._stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
-        if may_defer:
-            self._stack.callback(gate_evaluation(wrapped.models[0], deferred))
-        self._stack.callback(refuse_untracked_scalers(self._tracked))
-
-    def _stall_detector(self) -> Any:
-        if not wants_stall_detection():
-            return None
-        from pliant.adapt.monitors import StallDetector
-
-        return self._stack.enter_context(StallDetector(self._notify))
-
-    def _start_random(self, device: torch.device) -> Callable[[int], RngState]:
-        """Return the function that gives a replica its first random state."""
-        present, seed = capture_rng(device), self._seed
-        if self._rank_seed is not None:
-            base, before = self._rank_seed
-            draws = Draws.between(before, present)
-            return lambda replica: (
-                seeded_rng(base + replica, device) if draws is None else draws.apply(seeded_rng(base + replica, device))
-            )
-        if seed is not None:
-            return lambda replica: seeded_rng(seed + replica, device)
-        return lambda _: present
-
-    def _loss_scale(self) -> float:
-        scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
-        return math.prod(scaler.get_scale() for scaler in scalers)
-
-    def _sync_mode(self, wrapped: Wrapped) -> str:
-        """Return the sync mode that was asked for, or "fifo" if this program cannot have it."""
-        asked = self._sync[0]
-        reason = why_no_priority(wrapped.models, wrapped.averaging, self._tracked)
-        if asked == "fifo" or not reason:
-            return asked
-        if asked != "auto":
-            self._notify(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
-        return "fifo"
 
     # --- running ---
 
@@ -651,9 +444,9 @@ class Job:
         hosted here. Inside of `job.epochs` these are the steps of an epoch, else those of the whole job."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
-        if self._data is None:
+        if self._declared.data is None:
             options = LoaderOptions(batch_size=1, shuffle=False)
-            self._data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
+            self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
         if self._inside_epochs:
             yield from self._running().steps()
             return
@@ -661,20 +454,22 @@ class Job:
             yield from self._running().steps()
 
     def _join(self) -> Trainer:
-        if self._trainer is None:
-            self._trainer = self._build()
+        if self._parts is None:
+            services = JobServices(
+                self._listeners, self._stack, self._request_workers, self._notify, self._notify_first
+            )
+            self._parts = assemble(self._member, self._spec, self._settings, self._declared, services)
             self._member.start()
-            self._trainer.join()
+            self._parts.trainer.join()
             trace.begin(self.rank)
-            self._trainer.trace_engine()
-        return self._trainer
+            self._parts.trainer.trace_engine()
+        return self._parts.trainer
 
     def _finish(self) -> None:
-        trainer = self._need_trainer()
-        trainer.finish()
-        if self._checkpointing is not None:
-            self._checkpointing.flush()
-        trainer.adaptation.end_job()
+        assert self._parts is not None, "the job runs"
+        self._parts.trainer.finish()
+        self._parts.checkpointing.flush()
+        self._parts.trainer.adaptation.end_job()
         self._member.finish()
 
     def resize(self, num_workers: int) -> None:
@@ -689,8 +484,8 @@ class Job:
     def close(self) -> None:
         """Leave the job. This happens by itself when the program ends."""
         atexit.unregister(self.close)
-        if self._checkpointing is not None:
-            self._checkpointing.close()
+        if self._parts is not None:
+            self._parts.checkpointing.close()
         if self._trainer is not None:
             for reducer in self._trainer.reducers:
                 reducer.close()
@@ -728,8 +523,8 @@ class Job:
 
     def _committed(self, event: StepCommitted) -> None:
         """Run what follows a committed step: scheduled resizes, checkpoints."""
-        trainer, checkpointing = self._need_trainer(), self._checkpointing
-        assert checkpointing is not None, "the trainer came after it"
+        assert self._parts is not None, "the job runs"
+        trainer, checkpointing = self._parts.trainer, self._parts.checkpointing
         size = self._schedule.get(event.step)
         if size is not None and event.rank == 0:
             self._request_workers(size)
@@ -835,18 +630,18 @@ class Job:
         if not path and not (self._spec and self._spec.checkpoint_dir):
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
         trainer = self._need_trainer()
-        assert self._checkpointing is not None, "the trainer came after it"
+        assert self._parts is not None, "the trainer is a part"
         if trainer.in_step:
             self._asked_path = path
         elif self.is_first and trainer.wait_for_sums():
-            self._checkpointing.write(path)
+            self._parts.checkpointing.write(path)
 
     def load(self, path: str) -> None:
         """Start from this checkpoint: a file, or the newest of a directory. Call it before `epochs`."""
         self._declare("job.load")
         if not Path(path).exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
-        self._load_path = path
+        self._declared.load_path = path
 
     # --- messages and signals ---
 
@@ -862,7 +657,7 @@ class Job:
 
         Exit at once if the job has not begun, or if it is being left already.
         """
-        if self._rendezvous is None or not self._rendezvous.has_state or self._notified:
+        if self._parts is None or not self._parts.rendezvous.has_state or self._notified:
             sys.exit(0)
         self._notified = True
         self._member.leave()

@@ -1,0 +1,279 @@
+"""The parts of a job, made from what `pliant.join` and the program have said, and put together in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pliant.adapt.monitors import StallDetector, wants_stall_detection
+from pliant.cluster import PortRange, Worker
+from pliant.elastic.member import Member
+from pliant.errors import TrainError
+from pliant.identity import WorkerSpec
+from pliant.train import determinism
+from pliant.train.adaptation import Adaptation, AdaptationSettings
+from pliant.train.checkpoint import Checkpointing, set_initial_state
+from pliant.train.context import RngState, capture_rng, seeded_rng
+from pliant.train.deferred import DeferredUpdates, gate_evaluation
+from pliant.train.events import Listeners, Progress
+from pliant.train.feeder import Feeder
+from pliant.train.gradient_probe import GradientProbe
+from pliant.train.gradients import GradientReducer
+from pliant.train.guard import EVERY, Guard
+from pliant.train.job_state import JobState
+from pliant.train.optim import AveragingOptimizer
+from pliant.train.outer_draws import Draws
+from pliant.train.rendezvous import ViewRendezvous
+from pliant.train.replicas import Blocks, Replicas
+from pliant.train.sync import SyncController, SyncTuner
+from pliant.train.trainer import Trainer
+from pliant.train.wrapping import (
+    check_tracked,
+    defer_optimizer,
+    describe_program,
+    hook_optimizer,
+    make_probe,
+    refuse_untracked_scalers,
+    trainable_parameters,
+    why_no_priority,
+)
+
+
+@dataclass(slots=True)
+class JobSettings:
+    """What `pliant.join` was given."""
+
+    replicas: int | None
+    level: determinism.Level
+    blocks: Blocks | None = None
+    seed: int | None = None
+    sync: str = "fifo"
+    slice_bytes: int | None = None
+    in_flight_bytes: int | None = None
+    adapting: AdaptationSettings = field(default_factory=AdaptationSettings)
+    verify: int = EVERY
+
+
+@dataclass(slots=True)
+class Wrapped:
+    """What the program has given to `job.wrap`."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    averaging: AveragingOptimizer | None
+    find_unused: bool
+    cap_bytes: int | None
+    sync_buffers: bool
+
+
+@dataclass(slots=True)
+class Declared:
+    """What the program has declared before it trains."""
+
+    tracked: dict[str, Any] = field(default_factory=dict)
+    wrapped: Wrapped | None = None
+    data: tuple[Feeder, Replicas] | None = None
+    rank_seed: tuple[int, RngState] | None = None
+    """The seed of replica 0, and the random state right after it was set."""
+    load_path: str = ""
+    """The checkpoint to start from; `auto` for the newest of the job's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobServices:
+    """What a job does for its parts."""
+
+    listeners: Listeners
+    stack: contextlib.ExitStack
+    """Is closed with the job."""
+    request_workers: Callable[[int], None]
+    notify: Callable[[str], None]
+    notify_first: Callable[[str], None]
+    """The same, on the first worker only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """The parts that the job itself uses."""
+
+    trainer: Trainer
+    rendezvous: ViewRendezvous
+    checkpointing: Checkpointing
+    probe: GradientProbe | None
+
+
+def assemble(
+    member: Member, spec: WorkerSpec | None, settings: JobSettings, declared: Declared, services: JobServices
+) -> Assembled:
+    """Make the parts of a job.
+
+    Raises:
+        TrainError: the program has not declared a model, or no data.
+    """
+    wrapped, data = declared.wrapped, declared.data
+    if wrapped is None:
+        raise TrainError("the job has nothing to train yet: call job.wrap(model, optimizer) first")
+    if data is None:
+        raise TrainError("the job has no data yet: call job.loader(dataset, batch_size=...) first, or use job.steps")
+    feeder, replicas = data
+    averaging, adapting, tracked = wrapped.averaging, settings.adapting, declared.tracked
+    device = next(wrapped.models[0].parameters()).device
+    follows_view = settings.replicas is None and spec is not None
+    check_tracked(wrapped.optimizers, tracked)
+    tuner = SyncTuner(
+        _sync_mode(settings.sync, wrapped, tracked, services.notify),
+        settings.slice_bytes,
+        settings.in_flight_bytes,
+        notify=services.notify_first,
+    )
+    parameters = [trainable_parameters(model) for model in wrapped.models]
+    stalls = services.stack.enter_context(StallDetector(services.notify)) if wants_stall_detection() else None
+    watching: dict[str, Any] = {"stall_watch": stalls.watch} if stalls is not None else {}
+    deferred = DeferredUpdates(
+        [parameter for _, parameter in parameters[0]],
+        [name for name, _ in parameters[0]],
+        can_undo=member.elastic,
+        notify=services.notify_first,
+        optimizers=wrapped.optimizers,
+        **watching,
+    )
+    deferring: dict[str, Any] = {"before_backward": deferred.unused_parameters} if tuner.may_defer else {}
+    reducers = [
+        GradientReducer(
+            found,
+            replicas.count,
+            find_unused=wrapped.find_unused,
+            cap_bytes=wrapped.cap_bytes,
+            always_sums=follows_view,
+            prefix=f"{number}:" if len(parameters) > 1 else "",
+            **deferring,
+        )
+        for number, found in enumerate(parameters)
+    ]
+    probe = reducers[0].probe = make_probe(adapting.monitors, reducers, wrapped.optimizers, averaging)
+    progress = Progress()
+    adaptation = Adaptation(adapting, progress, replicas, probe, services.request_workers, services.notify)
+    state = JobState(
+        wrapped.models,
+        wrapped.optimizers,
+        tracked,
+        replicas,
+        reducers,
+        adaptation,
+        progress,
+        averaging,
+        keeps_layout=settings.level != "D0",
+        sync_buffers=wrapped.sync_buffers,
+    )
+    directory, every = (spec.checkpoint_dir, spec.checkpoint_every) if spec is not None else ("", 0)
+    checkpointing = Checkpointing(state, directory, every, settings.level, services.notify)
+    start_random = _start_random(settings.seed, declared.rank_seed, device)
+
+    def start_job(had_state: bool) -> None:
+        set_initial_state(
+            state,
+            device,
+            had_state,
+            asked=declared.load_path,
+            directory=directory,
+            random=start_random,
+            notify=services.notify,
+        )
+
+    def before_end() -> None:
+        if trainer.is_first:
+            checkpointing.write_last()
+
+    program = describe_program(parameters, replicas, follows_view=follows_view)
+    program += f", {averaging.describe()}" if averaging is not None else ""
+    rendezvous = ViewRendezvous(
+        member,
+        state,
+        f"{program}, {adapting}",
+        determinism.fingerprint(device),
+        settings.level,
+        start_job,
+        before_end,
+    )
+    if averaging is not None:
+        averaging.attach(reducers[0], rendezvous.equalise)
+    if adapting.metrics or adapting.tensorboard:
+        from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
+
+        worker = spec.worker if spec is not None else Worker("127.0.0.1", PortRange().begin)
+        start_exporters(adaptation, adapting, worker, services.stack, stalls)
+    member.max_members = None if follows_view else replicas.count
+    trainer = Trainer(
+        member,
+        state,
+        rendezvous,
+        feeder,
+        deferred,
+        SyncController(reducers, deferred, tuner),
+        Guard(state, settings.verify),
+        services.listeners,
+        device,
+        settings.blocks,
+        follows_view=follows_view,
+        loss_scale=lambda: _loss_scale(tracked),
+        **watching,
+    )
+    _hook_program(wrapped, tracked, trainer, services.stack, may_defer=tuner.may_defer)
+    return Assembled(trainer, rendezvous, checkpointing, probe)
+
+
+def _hook_program(
+    wrapped: Wrapped, tracked: dict[str, Any], trainer: Trainer, stack: contextlib.ExitStack, *, may_defer: bool
+) -> None:
+    """Attach what watches over the program's own objects, until the job is closed."""
+
+    def factor() -> float:
+        return trainer.adaptation.learning_rate_factor
+
+    for optimizer in wrapped.optimizers:
+        if may_defer:
+            defer_optimizer(optimizer, trainer.deferred, trainer.check_outer, lambda: trainer.is_taken_back, factor)
+        else:
+            stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
+    if may_defer:
+        stack.callback(gate_evaluation(wrapped.models[0], trainer.deferred))
+    stack.callback(refuse_untracked_scalers(tracked))
+
+
+def _start_random(
+    seed: int | None, rank_seed: tuple[int, RngState] | None, device: torch.device
+) -> Callable[[int], RngState]:
+    """Return the function that gives a replica its first random state."""
+    present = capture_rng(device)
+    if rank_seed is not None:
+        first, before = rank_seed
+        draws = Draws.between(before, present)
+
+        def moved(replica: int) -> RngState:
+            state = seeded_rng(first + replica, device)
+            return state if draws is None else draws.apply(state)
+
+        return moved
+    if seed is not None:
+        return lambda replica: seeded_rng(seed + replica, device)
+    return lambda _: present
+
+
+def _loss_scale(tracked: dict[str, Any]) -> float:
+    """Return the product of all gradient scalers' factors."""
+    return math.prod(thing.get_scale() for thing in tracked.values() if isinstance(thing, torch.amp.GradScaler))
+
+
+def _sync_mode(asked: str, wrapped: Wrapped, tracked: dict[str, Any], notify: Callable[[str], None]) -> str:
+    """Return the sync mode that was asked for, or "fifo" if this program cannot have it."""
+    reason = why_no_priority(wrapped.models, wrapped.averaging, tracked)
+    if asked == "fifo" or not reason:
+        return asked
+    if asked != "auto":
+        notify(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
+    return "fifo"
