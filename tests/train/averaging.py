@@ -82,24 +82,23 @@ def train(_: int, kind: str, environ: dict[str, str], save_at: int = 0, path: st
 def _train(job: Any, kind: str, save_at: int, path: str, load: str) -> None:
     model = Distance()
     optimizer = OPTIMIZERS[kind](torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM))
-    _, optimizer, loader = job.wrap(model, optimizer, Points(), batch_size=3, shuffle=True)
+    _, optimizer = job.wrap(model, optimizer)
+    loader = job.loader(Points(), batch_size=3, shuffle=True)
     if load:
         job.load(load)
     for _ in job.epochs(1):
-        for points in loader:
-            before, momentum = _values(model.w), _momentum(optimizer, model.w)
+        for step in loader:
             optimizer.zero_grad()
-            model(points).backward()
-            if save_at and job.step + 1 == save_at:
+            for points in step:
+                before, momentum, target = _values(model.w), _momentum(optimizer, model.w), points.mean(0).numpy()
+                model(points).backward()
+            if save_at and step.number + 1 == save_at:
                 job.save(path)
             optimizer.step()
-            if not job.committing:
-                continue
             after = _momentum(optimizer, model.w)
             assert after is not None
             peer = getattr(optimizer, "peer", None)
-            target = points.mean(0).numpy()
-            say(Record(job.step, job.rank, job.size, target, before, momentum, _values(model.w), after, peer))
+            say(Record(step.number, job.rank, job.size, target, before, momentum, _values(model.w), after, peer))
             if listen() == "stop":
                 return
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from pliant.comm.handle import Handle
 from pliant.errors import WorkerLost
-from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
+from pliant.train.deferred import DeferredUpdates, gate_evaluation
 from pliant.train.gradients import GradientReducer
 from pliant.train.pending import Pending
 from pliant.train.sync import SyncConfig
-from pliant.train.trainer import Turn
-from pliant.train.wrapping import wrap_optimizer
+from pliant.train.wrapping import defer_optimizer
 
 MARKS = [
     pytest.mark.timeout(60),
@@ -99,56 +97,71 @@ class Loop:
         self, model: nn.Module, *optimizers: torch.optim.Optimizer, can_undo: bool = False, find_unused: bool = False
     ) -> None:
         self.model = model
-        self.adaptation = SimpleNamespace(learning_rate_factor=1.0)
         self.network = Network()
         self.said: list[str] = []
-        self.lost: list[Exception] = []
         self.gradients = GradientReducer(
             list(model.named_parameters()),
             2,
             find_unused=find_unused,
-            on_backward=self._backward_over,
             before_backward=lambda: self.deferred.unused_parameters(),
         )
         self.gradients.enter_view(self.network, (1, 1))  # type: ignore[arg-type]
         self.deferred = DeferredUpdates(
             self.gradients.parameters, self.gradients.names, can_undo, self.said.append, optimizers=optimizers
         )
-        self.deferred.on_lost = self.lost.append
         gate_evaluation(model, self.deferred)
         self.whole = 0
-        self.deferred.on_complete = self._whole
-        self.turn = Turn(0, 0, True)
-        self.may_commit, self.torn = True, None
+        self.lost = 0
         self.way = SyncConfig()
         for optimizer in optimizers:
-            wrap_optimizer(optimizer, lambda: self, lambda: self)  # type: ignore[arg-type, return-value]
-            gate_state(optimizer, self.deferred)
+            defer_optimizer(
+                optimizer, self.deferred, lambda _: None, lambda: self.deferred.lost is not None, lambda: 1.0
+            )
 
-    def wait_for_sums(self) -> bool:
-        self.deferred.flush()
-        return True
+    # --- of a GradientCollector ---
 
-    def _whole(self) -> None:
+    def sum_arrived(self, index: int) -> None:
+        """A sum has become a gradient."""
+
+    def sums_complete(self) -> None:
         self.whole += 1
 
+    def halt(self) -> None:
+        self.lost += 1
+
+    # --- of the trainer ---
+
     def begin(self) -> None:
-        """The program is given its next batch."""
+        """A pass begins, and the turn of the only replica hosted here."""
+        self.network.sums = [] if not self.deferred.is_pending else self.network.sums
+        is_pending = self.deferred.will_be_cleared
+        if not is_pending:
+            self.deferred.flush()
+        self.gradients.begin_pass(is_pending=is_pending)
         if self.way.mode == "fifo":
             self.deferred.observe()
-        self.network.sums = [] if not self.deferred.is_pending else self.network.sums
         self.gradients.plan_step(self.way, self.deferred.order)
-        self.turn.done = False
         self.gradients.begin_turn(0)
 
-    def _backward_over(self) -> None:
-        self.turn.done = True
+    def end(self) -> None:
+        """The turn is over, and the sums are on their way."""
         if self.gradients.are_deferred:
             sums = self.gradients.pending_sums()
-            self.deferred.begin(sums, list(range(len(self.gradients.parameters))))
+            self.deferred.begin(sums, list(range(len(self.gradients.parameters))), self)
         else:
             self.gradients.wait()
+        self.gradients.end_turns()
         self.way = SyncConfig("priority", slice_bytes=1)
+
+    def end_after_backward(self) -> None:
+        """End each turn with its backward."""
+        done = self.gradients._backward_done
+
+        def done_and_over() -> None:
+            done()
+            self.end()
+
+        self.gradients._backward_done = done_and_over  # type: ignore[method-assign]
 
     @property
     def pending(self) -> set[str]:
@@ -174,6 +187,8 @@ def train_once(
     if loop is not None:
         loop.begin()
     compute(model).backward()  # type: ignore[no-untyped-call]
+    if loop is not None:
+        loop.end()
     for optimizer in optimizers:
         optimizer.step()
     after()

@@ -22,7 +22,6 @@ from pliant.train.gradients import GradientReducer
 from pliant.train.pending import UndoLog
 from pliant.train.replicas import ReplicaSwitch, Tensors
 from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
-from pliant.train.trainer import Trainer
 
 Tampering = contextlib.AbstractContextManager[Any]
 
@@ -142,7 +141,7 @@ def slow_rest() -> Iterator[None]:
     held: list[tuple[SliceExecutor, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, enter_view = SliceExecutor._run_step, Trainer.enter_view
+    step, enter_view = SliceExecutor._run_step, GradientReducer.enter_view
     take_in, flush, unused_parameters = (
         DeferredUpdates._apply_sums,
         DeferredUpdates.flush,
@@ -166,9 +165,9 @@ def slow_rest() -> Iterator[None]:
         for engine in engines[-1:]:
             engine._reactor.post(ReactorCall(release, lambda _: None))
 
-    def noted_enter_view(self: Trainer, engine: Engine) -> None:
+    def noted_enter_view(self: GradientReducer, engine: Engine, blocks: Sequence[int]) -> None:
         engines.append(engine)
-        enter_view(self, engine)
+        enter_view(self, engine, blocks)
 
     def noted_apply_sums(self: DeferredUpdates, *args: Any, **kwargs: Any) -> None:
         take_in(self, *args, **kwargs)
@@ -186,7 +185,7 @@ def slow_rest() -> Iterator[None]:
 
     with (
         mock.patch.object(SliceExecutor, "_run_step", held_step),
-        mock.patch.object(Trainer, "enter_view", noted_enter_view),
+        mock.patch.object(GradientReducer, "enter_view", noted_enter_view),
         mock.patch.object(DeferredUpdates, "_apply_sums", noted_apply_sums),
         mock.patch.object(DeferredUpdates, "flush", noted_flush),
         mock.patch.object(DeferredUpdates, "unused_parameters", noted_unused),

@@ -80,15 +80,27 @@ class Numbers:
         return torch.full((4,), float(index))
 
 
-def _loop(job: Any, model: nn.Module, optimizer: Any, loader: Any, body: Callable[[torch.Tensor], None]) -> None:
-    for _ in job.epochs(1):
-        for batch in loader:
-            body(batch)
+Parts = tuple[Any, Any, Any]
+"""Model, optimizer and loader."""
 
 
-def _wrapped(job: Any, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
+def _wrapped(job: Any, model: nn.Module | None = None, optimizer: Any = None, **loading: Any) -> Parts:
     model = model or _model()
-    return job.wrap(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), Numbers(), batch_size=2, **more)  # type: ignore[no-any-return]
+    wrapped = job.wrap(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+    return (*wrapped, job.loader(Numbers(), **{"batch_size": 2, **loading}))
+
+
+def _loop(
+    job: Any,
+    parts: Parts,
+    turn: Callable[[Any, torch.Tensor], Any] = lambda step, batch: None,
+    after: Callable[[Any], Any] = lambda step: None,
+) -> None:
+    for _ in job.epochs(1):
+        for step in parts[2]:
+            for batch in step:
+                turn(step, batch)
+            after(step)
 
 
 def _sync_batch_norm(job: Any) -> None:
@@ -101,55 +113,109 @@ def _lbfgs(job: Any) -> None:
 
 
 def _closure(job: Any) -> None:
-    model, optimizer, loader = _wrapped(job)
-    _loop(job, model, optimizer, loader, lambda batch: optimizer.step(lambda: model(batch).sum()))
+    model, optimizer, _ = parts = _wrapped(job)
+    _loop(
+        job,
+        parts,
+        lambda step, batch: model(batch).sum().backward(),
+        lambda step: optimizer.step(lambda: model(torch.ones(4)).sum()),
+    )
 
 
 def _second_backward(job: Any) -> None:
-    model, optimizer, loader = _wrapped(job)
+    model, _, _ = parts = _wrapped(job)
 
-    def body(batch: torch.Tensor) -> None:
+    def turn(step: Any, batch: torch.Tensor) -> None:
         model(batch).sum().backward()
         model(batch).sum().backward()
 
-    _loop(job, model, optimizer, loader, body)
+    _loop(job, parts, turn)
 
 
 def _untracked_scheduler(job: Any) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer, loader = _wrapped(job, model, optimizer)
-    _loop(job, model, optimizer, loader, lambda batch: None)
+    _loop(job, _wrapped(job, model, optimizer))
 
 
 def _untracked_scaler(job: Any) -> None:
-    model, optimizer, loader = _wrapped(job)
+    model, optimizer, _ = parts = _wrapped(job)
     scaler = torch.amp.GradScaler("cpu")
 
-    def body(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(batch).sum()).backward()
+    def after(step: Any) -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    _loop(job, model, optimizer, loader, body)
+    _loop(job, parts, lambda step, batch: scaler.scale(model(batch).sum()).backward(), after)
 
 
 def _loader_outside(job: Any) -> None:
-    _, _, loader = _wrapped(job)
-    next(iter(loader))
+    next(iter(_wrapped(job)[2]))
+
+
+def _step_in_a_turn(job: Any) -> None:
+    model, optimizer, _ = parts = _wrapped(job)
+
+    def turn(step: Any, batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+
+    _loop(job, parts, turn)
 
 
 def _no_backward(job: Any) -> None:
+    model, optimizer, _ = parts = _wrapped(job)
+    _loop(job, parts, lambda step, batch: model(batch), lambda step: optimizer.step())
+
+
+def _no_backward_of_one(job: Any) -> None:
+    model, _, _ = parts = _wrapped(job)
+    _loop(job, parts, lambda step, batch: None if step.number + step.replica == 2 else model(batch).sum().backward())
+
+
+def _skip_after_backward(job: Any) -> None:
+    model, _, _ = parts = _wrapped(job)
+    _loop(job, parts, lambda step, batch: (model(batch).sum().backward(), step.skip()))
+
+
+def _left_turns(job: Any) -> None:
     model, optimizer, loader = _wrapped(job)
-    _loop(job, model, optimizer, loader, lambda batch: optimizer.step())
+    for _ in job.epochs(1):
+        for step in loader:
+            for batch in step:
+                model(batch).sum().backward()
+                break
+            optimizer.step()
+
+
+def _old_step(job: Any) -> None:
+    model, _, loader = _wrapped(job)
+    for _ in job.epochs(1):
+        first, second = (step for step, _ in zip(loader, range(2), strict=False))
+        assert second.number == 1
+        for batch in first:
+            model(batch)
+
+
+def _other_figures(job: Any) -> None:
+    model, _, _ = parts = _wrapped(job)
+
+    def turn(step: Any, batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        step.log(**{f"of {step.replica}": 1.0})
+
+    _loop(job, parts, turn)
+
+
+def _old_loop(job: Any) -> None:
+    model = _model()
+    job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), Numbers(), batch_size=2)
 
 
 def _unused_parameter(job: Any) -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    model, optimizer, loader = _wrapped(job, model)
-    _loop(job, model, optimizer, loader, lambda batch: model[0](batch).sum().backward())
+    _loop(job, _wrapped(job, model), lambda step, batch: model[0](batch).sum().backward())
 
 
 def _foreign_parameter(job: Any) -> None:
@@ -158,8 +224,8 @@ def _foreign_parameter(job: Any) -> None:
 
 
 def _sparse(job: Any) -> None:
-    model, optimizer, loader = _wrapped(job, nn.Sequential(nn.Embedding(16, 4, sparse=True)))
-    _loop(job, model, optimizer, loader, lambda batch: model(batch.long()).sum().backward())
+    model = nn.Sequential(nn.Embedding(16, 4, sparse=True))
+    _loop(job, _wrapped(job, model), lambda step, batch: model(batch.long()).sum().backward())
 
 
 def _twice(job: Any) -> None:
@@ -177,8 +243,7 @@ def _frozen(job: Any) -> None:
 
 
 def _no_batch(job: Any) -> None:
-    model = _model()
-    job.wrap(model, torch.optim.SGD(model.parameters()), Numbers(), batch_size=16, drop_last=True)
+    _wrapped(job, batch_size=16, drop_last=True)
 
 
 REFUSALS: list[tuple[Callable[[Any], None], type[PliantError], str]] = [
@@ -189,11 +254,18 @@ REFUSALS: list[tuple[Callable[[Any], None], type[PliantError], str]] = [
     (_untracked_scheduler, TrainError, r"job\.track\('scheduler'"),
     (_untracked_scaler, TrainError, r"job\.track\('scaler'"),
     (_loader_outside, TrainError, r"job\.epochs"),
-    (_no_backward, TrainError, r"call backward\(\)"),
+    (_step_in_a_turn, TrainError, r"optimizer\.step\(\) in the turn of replica 0: it belongs after the loop"),
+    (_no_backward, TrainError, r"replica 0 ended its turn of step 0 without a backward\(\)"),
+    (_no_backward_of_one, TrainError, r"replica 1 ended its turn of step 1 without a backward\(\)"),
+    (_skip_after_backward, TrainError, "after the backward of replica 0"),
+    (_left_turns, TrainError, "left before all replicas had their turn"),
+    (_old_step, TrainError, "step 0 is over"),
+    (_other_figures, TrainError, "replicas 0 and 1 logged different figures in step 0"),
+    (_old_loop, TrainError, "since version 0.2"),
     (_unused_parameter, TrainError, "find_unused_parameters=True"),
-    (_foreign_parameter, ConfigError, "ModuleList"),
+    (_foreign_parameter, ConfigError, "Give job.wrap all models"),
     (_sparse, Unsliceable, "sparse=False"),
-    (_twice, TrainError, "ModuleList|once|twice"),
+    (_twice, TrainError, "twice"),
     (_no_checkpoint, CheckpointError, "no such checkpoint"),
     (_frozen, ConfigError, "nothing to train"),
     (_no_batch, ConfigError, "smaller batch_size"),

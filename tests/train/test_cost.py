@@ -36,22 +36,19 @@ def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, mon
     monkeypatch.setattr(Engine, "all_reduce", counted)
     with pliant.join(replicas=replicas) as job:
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-        model, optimizer, loader = job.wrap(
-            net, torch.optim.SGD(net.parameters(), 0.1), Rows(), batch_size=4, num_workers=2, bucket_cap_mb=0.01
-        )
+        model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), 0.1), bucket_cap_mb=0.01)
+        loader = job.loader(Rows(), batch_size=4, num_workers=2)
         seen: list[Counter[str]] = []
         for _ in job.epochs(1):
-            for x, y in loader:
-                optimizer.zero_grad()
-                functional.cross_entropy(model(x), y).backward()
+            for step in loader:
+                for x, y in step:
+                    functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                if job.committing:
-                    seen.append(Counter(name for _, name in sums))
-                    assert {replica for replica, _ in sums} == {replicas - 1}, (
-                        "only the last turn has something to send"
-                    )
-                    sums.clear()
-                    assert len(job._trainer.user.feeder.pids) == 2, "one pool, whatever the number of replicas"
+                optimizer.zero_grad()
+                seen.append(Counter(name for _, name in sums))
+                assert {replica for replica, _ in sums} == {replicas - 1}, "only the last turn has something to send"
+                sums.clear()
+                assert len(job._trainer.feeder.pids) == 2, "one pool, whatever the number of replicas"
         first, *others = seen
         assert set(first.values()) == {1}
         assert len(first) == 1, "L1 is one bucket"
@@ -71,7 +68,8 @@ def test_a_job_proves_at_its_start_that_torch_sums_as_it_does(
     monkeypatch.setattr(determinism, "self_check", check)
     with pliant.join(replicas=3) as job:
         net = nn.Linear(16, 2)
-        job.wrap(net, torch.optim.SGD(net.parameters(), 0.1), Rows(), batch_size=4)
+        job.wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+        job.loader(Rows(), batch_size=4)
         next(iter(job.epochs(1)))
     assert asked == [3]
     assert ("only D0 holds: another order" in capsys.readouterr().out) is not ok

@@ -127,22 +127,26 @@ from pliant.errors import ViewChanged
 
 job = pliant.join(replicas=2)
 net = torch.nn.Linear(2, 1)
-model, optimizer, loader = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(8, 2), batch_size=2)
-plain = Engine.barrier
+model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+loader = job.loader(torch.randn(8, 2), batch_size=2)
+plain, passed = Engine.barrier, []
 
-def late(engine, *args):
-    plain(engine, *args)
-    if engine.rank == 0:  # as on a busy machine: the news that the job is over come first
+def late(engine, name):
+    plain(engine, name)
+    passed.append(name)
+    # As on a busy machine: the news that the job is over come before it has passed the last barrier.
+    if passed[-2:] == ["finish", "confirm"] and engine.rank == 0:
         while not job._member.over:
             time.sleep(0.01)
         raise ViewChanged("the job is over")
 
 Engine.barrier = late
 for epoch in job.epochs(1):
-    for x in loader:
-        optimizer.zero_grad()
-        model(x).sum().backward()
+    for step in loader:
+        for x in step:
+            model(x).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 print("trained by", job.rank, job.step, flush=True)
 """
 

@@ -291,8 +291,10 @@ def _wrapped(job: Any, *, twice: bool = False) -> Any:
     model = nn.Linear(2, 1)
     more = [torch.optim.SGD([model.bias], 0.1)] if twice else []
     averaging = pliant.AdaptiveSGD(torch.optim.SGD(model.parameters(), 0.1), 2)
-    data = [torch.ones(2) * index for index in range(24)]
-    return job.wrap(model, [averaging, *more] if more else averaging, data, batch_size=2)
+    return (
+        *job.wrap(model, [averaging, *more] if more else averaging),
+        job.loader([torch.ones(2) * index for index in range(24)], batch_size=2),
+    )
 
 
 def test_several_replicas_in_a_worker_are_refused(alone: None) -> None:
@@ -308,8 +310,10 @@ def test_another_optimizer_beside_it_is_refused(alone: None) -> None:
 
 
 def test_what_needs_sums_of_gradients_is_refused(alone: None) -> None:
-    with pliant.join(monitor={"noise_scale": 1}) as job, pytest.raises(ConfigError, match="noise_scale"):
+    with pliant.join(monitor={"noise_scale": 1}) as job:
         _wrapped(job)
+        with pytest.raises(ConfigError, match="noise_scale"):
+            next(iter(job.epochs(1)))
 
 
 def test_an_unknown_scheduler_of_the_inner_optimizer_is_found(alone: None) -> None:
@@ -317,7 +321,8 @@ def test_an_unknown_scheduler_of_the_inner_optimizer_is_found(alone: None) -> No
     inner = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
     with pliant.join() as job:
-        job.wrap(model, pliant.PairAveraging(inner), [torch.ones(2)] * 8, batch_size=2)
+        job.wrap(model, pliant.PairAveraging(inner))
+        job.loader([torch.ones(2)] * 8, batch_size=2)
         with pytest.raises(TrainError, match="job.track"):
             next(iter(job.epochs(1)))
         job.track("scheduler", scheduler)
@@ -329,10 +334,11 @@ def test_priority_is_not_for_these_and_one_worker_just_trains(alone: None, capfd
         model, optimizer, loader = _wrapped(job)
         before = model.weight.detach().clone()
         for _ in job.epochs(1):
-            for x in loader:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
+            for step in loader:
+                for x in step:
+                    model(x).square().mean().backward()
                 optimizer.step()
+                optimizer.zero_grad()
         assert job.step == 12
         assert not torch.equal(before, model.weight.detach())
     assert "AdaptiveSGD(change_step=2, alpha=0.1) averages models; using 'fifo'" in capfd.readouterr().out

@@ -236,6 +236,7 @@ def test_the_observed_order_is_that_of_the_forward(zero_first: bool) -> None:
     if zero_first:
         optimizer.zero_grad()
     model(X).backward()
+    loop.end()
     used = [loop.gradients.names[index].split(".")[1] for index in loop.deferred.order]
     assert list(dict.fromkeys(used)) == ["4", "3", "2", "1", "0"]
     assert len(used) == 10
@@ -256,7 +257,7 @@ def test_a_model_that_is_used_in_another_order_never_has_a_stale_weight() -> Non
         if step > 1:
             layers = [int(name.rpartition(":")[2]) // 2 for name in loop.network.waited]
             assert sorted(layers, reverse=True) == layers, "it waited in another order than it used"
-    loop.wait_for_sums()
+    loop.deferred.flush()
     assert same(state_of(model, [mine]), state_of(plain, [theirs]))
 
 
@@ -278,7 +279,7 @@ def test_branches_are_waited_for_when_they_are_taken() -> None:
     loop = Loop(model, mine, find_unused=True)
     for branch in (0, 1, 0, 0, 2, 1):
         train_both(loop, [mine], plain, [theirs], lambda m: m(X, branch))  # noqa: B023 - called at once
-    loop.wait_for_sums()
+    loop.deferred.flush()
     assert same(state_of(model, [mine]), state_of(plain, [theirs]))
 
 
@@ -522,6 +523,7 @@ def test_programs_may_do_unusual_things(
     model, plain = Zoo(), Zoo()
     mine, theirs = make(model), make(plain)
     loop = Loop(model, *mine)
+    loop.end_after_backward()
     for _ in range(4):
         loop.begin()
         with watching_uses(model):
@@ -545,10 +547,12 @@ def test_a_job_stays_with_fifo_where_uses_cannot_be_seen(sync: str, capsys: pyte
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pliant.join(replicas=2, sync=sync) as job:
-        _, _, loader = job.wrap(model, optimizer, Numbers(), batch_size=2)
+        job.wrap(model, optimizer)
+        loader = job.loader(Numbers(), batch_size=2)
         for _ in job.epochs(1):
-            for batch in loader:
-                model(batch).sum().backward()
+            for step in loader:
+                for batch in step:
+                    model(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         assert job.sync_stats().mode == "fifo"

@@ -58,7 +58,7 @@ def test_a_deferred_step_is_the_plain_step(kind: str, settings: dict[str, Any]) 
         train_both(loop, mine, plain, theirs, lambda m: m(x, order))  # noqa: B023 - called at once
         assert bool(loop.pending) == (step > 0)
     assert not loop.said
-    loop.wait_for_sums()
+    loop.deferred.flush()
     assert same(state_of(model, mine), state_of(plain, theirs))
 
 
@@ -88,7 +88,7 @@ def test_two_optimizers_share_a_model() -> None:
     mine, theirs = make(model), make(plain)
     loop = Loop(model, *mine)
     train_both(loop, mine, plain, theirs, steps=4)
-    loop.wait_for_sums()
+    loop.deferred.flush()
     assert same(state_of(model, mine), state_of(plain, theirs))
 
 
@@ -98,11 +98,13 @@ def test_gradients_are_cleared_before_or_after(first: bool, set_to_none: bool) -
     loop, mine, plain, theirs = twins()
 
     def train(loop: Loop | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if loop is not None:
-            loop.begin()
         if first:
             optimizer.zero_grad(set_to_none=set_to_none)
+        if loop is not None:
+            loop.begin()
         zoo_loss(model).backward()  # type: ignore[no-untyped-call]
+        if loop is not None:
+            loop.end()
         optimizer.step()
         if not first:
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -198,6 +200,8 @@ def test_clipping_waits_for_all_and_it_is_said_once() -> None:
         if loop is not None:
             loop.begin()
         zoo_loss(model).backward()  # type: ignore[no-untyped-call]
+        if loop is not None:
+            loop.end()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
@@ -233,7 +237,7 @@ def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str,
     for steps in range(2, 4):
         for _ in range(steps):
             train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
-        loop.wait_for_sums()
+        loop.deferred.flush()
         before = state_of(model, mine)
         known = len(mine[0].state)
         train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
@@ -243,7 +247,7 @@ def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str,
         assert changed(model, before) == [1, 4]
         loop.network.broken = True
         model(x, range(6))
-        assert len(loop.lost) == steps - 1
+        assert loop.lost == steps - 1
         assert loop.pending == set(), "a program that goes on must not wait again and again"
         loop.deferred.undo_step()
         loop.network.broken = False
@@ -271,11 +275,12 @@ def test_what_was_updated_at_once_is_taken_back_too() -> None:
     """A gradient that was looked at before the step is summed by then, so its parameter is updated in the step itself."""
     loop, mine, _, _ = twins(can_undo=True)
     train_once(loop, loop.model, mine, zoo_loss)
-    loop.wait_for_sums()
+    loop.deferred.flush()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(mine[0], 0.5)
     before = state_of(loop.model, mine)
     loop.begin()
     zoo_loss(loop.model).backward()  # type: ignore[no-untyped-call]
+    loop.end()
     assert loop.model.scale.grad is not None
     loop.model.last.bias.data.mul_(2)  # type: ignore[union-attr, operator]
     scheduler.step()  # before the step, as programs of old do

@@ -125,8 +125,8 @@ def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None
 
 
 def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> None:
-    changes, told = ViewChanges(), list[ViewChange]()
-    changes.listeners.append(told.append)
+    told: list[ViewChange] = []
+    changes = ViewChanges([told.append])
     assert not changes.is_ending
     changes.begin(0.0, 4, lost=False)
     assert changes.is_ending
@@ -143,22 +143,27 @@ def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> No
     assert all(each.pause_s > 0 for each in told)
 
 
-def test_each_committed_step_is_told_once_whatever_the_number_of_replicas(one_thread: None) -> None:
+def test_each_committed_step_is_told_once_with_the_means_of_all_replicas(one_thread: None) -> None:
     heard: list[StepCommitted] = []
     with pliant.join(replicas=2) as job:
         job.on_commit(heard.append)
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         data = TensorDataset(torch.randn(16, 2))
-        model, optimizer, loader = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=4)
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = job.loader(data, batch_size=4)
         for _ in job.epochs(2):
-            for (inputs,) in loader:
-                optimizer.zero_grad()
-                model(inputs).sum().backward()
-                if job.step:
-                    job.report(loss=job.step)
+            for step in loader:
+                for (inputs,) in step:
+                    model(inputs).sum().backward()
+                    step.log(number=step.number + step.replica)
+                assert step["number"] == step.number + 0.5
+                if step.number:
+                    job.report(loss=step.number)
                 optimizer.step()
-        assert [buffer.shape for buffer in job.committed_buffers] == [(3,), (3,), ()]
+                optimizer.zero_grad()
     assert [(each.step, each.epoch, each.epoch_step) for each in heard] == [(1, 0, 1), (2, 0, 2), (3, 1, 1), (4, 1, 2)]
-    assert [dict(each.values) for each in heard] == [{}, {"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+    assert [dict(each.values) for each in heard] == [
+        {"number": number + 0.5, **({"loss": float(number)} if number else {})} for number in range(4)
+    ]
     assert all(0 < each.compute_s < each.duration_s for each in heard)
     assert {(each.rank, each.num_workers) for each in heard} == {(0, 1)}

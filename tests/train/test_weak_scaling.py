@@ -26,17 +26,18 @@ torch.manual_seed(1)
 torch.set_num_threads(1)
 job = pliant.join()
 net = nn.Linear(4, 2)
-model, optimizer, loader = job.wrap(net, torch.optim.SGD(net.parameters(), 1e-6), Rows(), batch_size=2, shuffle=True)
+model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), 1e-6))
+loader = job.loader(Rows(), batch_size=2, shuffle=True)
 scheduler = job.track("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9))
 for epoch in job.epochs(2):
-    for x, index in loader:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
+    for step in loader:
+        for x, index in step:
+            model(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         scheduler.step()
         time.sleep(0.02)  # a model of some size
-        if job.committing:
-            print(json.dumps([epoch, job.step, job.size, job.replicas, index.tolist()]), flush=True)
+        print(json.dumps([epoch, step.number, job.size, job.replicas, index.tolist()]), flush=True)
 """
 
 
