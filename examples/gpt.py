@@ -103,7 +103,7 @@ def main() -> None:
                     step.log(loss=loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                if job.is_first and step.number % 10 == 0:
+                if job.is_first and step.number % 5 == 0:
                     print(f"epoch {epoch}, step {step.number}: loss {step['loss']:.4f}, {job.size} workers", flush=True)
         if job.is_first:
             written = net.eval().write(windows.text[:8], 120)
