@@ -241,12 +241,10 @@ class Trainer:
         """Use this engine from now on, and host the replicas that its view places here."""
         changed, engine = self.engine is not None and self.engine is not entered.engine, entered.engine
         self.engine, self.announces = engine, entered.announces
-        if self._follows_view and engine.view.size != self.replicas.count:
-            self.replicas.deal_to(engine.view.size, self.progress.epoch, self.progress.step, self._device)
+        self._deal_to_view()
         self.hosted = placement.hosted
         self._exchange.enter_view(engine, placement)
         for reducer in self.reducers:
-            reducer.num_replicas = self.replicas.count
             if changed and not self.state.keeps_layout:
                 reducer.use_layout(None)
             reducer.enter_view(engine, placement.blocks)
@@ -261,6 +259,13 @@ class Trainer:
         self._is_new_view = True
         if entered.made_state or not planned:
             self._member.settled()
+
+    def _deal_to_view(self) -> None:
+        """Deal the rest of the epoch to one replica per worker, if that is their number."""
+        if self._follows_view and self.size != self.replicas.count:
+            self.replicas.deal_to(self.size, self.progress.epoch, self.progress.step, self._device)
+        for reducer in self.reducers:
+            reducer.num_replicas = self.replicas.count
 
     def trace_engine(self) -> None:
         """Add the engine's slices to the trace, if one is written."""
@@ -346,6 +351,7 @@ class Trainer:
             elif self._joins_late:
                 self._joins_late, self._outer = False, None
                 self.state.reload()
+                self._deal_to_view()
             else:
                 self._note_draws()
             self._perform(self._handle(StepAsked()))
