@@ -67,7 +67,7 @@ def cluster(pliant: Callable[..., Said], tmp_path: Path) -> Iterator[Cluster]:
     for name, text in PROGRAMS.items():
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / f"{name}.sh").chmod(0o755)
-        (tmp_path / f"{name}.yml").write_text(f"program: {name}.sh\nargs: [a b, 010]\nreplicas: 1\n")
+        (tmp_path / f"{name}.yml").write_text(f"program: {name}.sh\nargs: [a b, 010]\nreplicas: 1\nflags: [--plain]\n")
     running = Cluster(tmp_path)
     running.start()
     yield running

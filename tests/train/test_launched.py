@@ -86,3 +86,60 @@ def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_com
     assert " optimizer.py:" not in stderr, "one line names the program's own place"
     assert "replacing" not in stderr
     assert str(LOST_PEER_EXIT) not in stderr
+
+
+KILLED = """
+import hashlib, os, signal, sys
+import torch, pliant
+from torch.utils.data import TensorDataset
+
+def die_once(moment):
+    try:
+        os.close(os.open(f"died-{moment}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+is_killed = len(sys.argv) > 1
+torch.manual_seed(0)
+job = pliant.join(replicas=3)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+data = TensorDataset(torch.randn(48, 4))
+loader = job.loader(data, batch_size=4, shuffle=True)
+state = job.state(outer=0, totals=[])
+for epoch in job.epochs(3):
+    for step in loader:
+        for (x,) in step:
+            if is_killed and job.rank == job.size - 1 and step.number == 2 and job.size > 1:
+                die_once("turn")
+            loss = model(x).square().mean()
+            loss.backward()
+            step.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.outer += 1
+        torch.rand(1)
+        if is_killed and job.rank == 0 and step.number == 5 and job.size > 1:
+            die_once("outer")
+    model[1].eval()  # dropout stays on
+    for number, (x,) in enumerate(job.evaluate(data, 5)):
+        if is_killed and job.is_first and epoch == 2 and number == 1 and job.size > 1:
+            die_once("evaluation")
+        job.total(loss=model(x).sum(), seen=len(x))
+    model[1].train()
+    state.totals = [*state.totals, job.total()]
+weights = b"".join(each.detach().numpy().tobytes() for each in [*model.parameters(), *model.buffers()])
+print("ended", state.outer, state.totals, hashlib.sha256(weights).hexdigest(), flush=True)
+"""
+
+
+def test_killed_in_a_turn_in_the_outer_body_and_in_an_evaluation_the_bits_stay(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    killed = start(tmp_path, "-w", "-np", "3", "train.py", "kill")
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    [expected] = re.findall(r"ended (12 .*)", alone.stdout)
+    code, stdout, stderr = end(killed)
+    assert code == 0, stderr
+    assert set(re.findall(r"ended (.*)", stdout)) == {expected}, "the outer body ran once per step, with the same bits"
+    assert sorted(path.name for path in tmp_path.glob("died-*")) == ["died-evaluation", "died-outer", "died-turn"]
