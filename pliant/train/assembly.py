@@ -82,6 +82,8 @@ class Declared:
     """The seed of replica 0, and the random state right after it was set."""
     load_path: str = ""
     """The checkpoint to start from; `auto` for the newest of the job's own."""
+    first: Progress = field(default_factory=Progress)
+    """Where the program begins, if it starts the job without such a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ def assemble(
             asked=declared.load_path,
             directory=directory,
             random=start_random,
+            first=declared.first,
             notify=services.notify,
         )
 
@@ -191,6 +194,7 @@ def assemble(
 
     program = describe_program(parameters, replicas, follows_view=follows_view)
     program += f", {averaging.describe()}" if averaging is not None else ""
+    program += f", tracks {', '.join(sorted(tracked))}" if tracked else ""
     rendezvous = ViewRendezvous(
         member,
         state,

@@ -25,6 +25,7 @@ from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read
 from pliant.train.context import DataPosition, ReplicaContext, RngState
 
 if TYPE_CHECKING:
+    from pliant.train.events import Progress
     from pliant.train.job_state import JobState
 
 
@@ -207,6 +208,7 @@ def set_initial_state(
     asked: str,
     directory: str,
     random: Callable[[int], RngState],
+    first: Progress,
     notify: Callable[[str], None],
 ) -> None:
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
@@ -215,6 +217,7 @@ def set_initial_state(
         had_state: whether the job had a state before and lost it.
         asked: the checkpoint to start from; `auto` is the newest of `directory`, the job's own.
         random: returns the random state that a replica starts with.
+        first: where the program begins, if not from a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a job with another number of replicas.
@@ -241,4 +244,6 @@ def set_initial_state(
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
     state.first_buffers = state.buffers.save()
     own = b"" if state.sync_buffers else bytes(state.buffers.pack(state.first_buffers).numpy())
-    state.replicas.contexts = [ReplicaContext(random(replica), DataPosition(), own) for replica in range(count)]
+    state.progress.set(first)
+    begin = DataPosition(first.epoch, first.epoch_step)
+    state.replicas.contexts = [ReplicaContext(random(replica), begin, own) for replica in range(count)]

@@ -71,6 +71,10 @@ class GradientReducer:
         self._prefix = prefix
         self._bases: list[torch.Tensor | None] | None = None
         """The gradients with which every turn of the pass begins; None if there are none."""
+        self._carries: bool | None = None
+        """Whether the program adds to the gradients of earlier steps; None if it is not known yet."""
+        self._had_sums = False
+        """Whether there was a step before this one."""
         self._is_pending = False
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
@@ -177,12 +181,37 @@ class GradientReducer:
             first = min(wanted.get(index, len(self.parameters)) for index in unit.indices)
             unit.priority = first if config.mode == "priority" else 0
 
-    def begin_pass(self, *, is_pending: bool = False) -> None:
+    def begin_pass(self, *, is_pending: bool = False, begins_step: bool = True) -> None:
         """Remember the gradients that there are: as with DDP, every replica adds its own to them. With `is_pending`
         the sums of the last step are on their way, and their gradients will be cleared."""
         self._bases, self._is_pending = None, is_pending
-        if self.wanted and not is_pending and any(parameter.grad is not None for parameter in self.parameters):
+        if not self.wanted or is_pending:
+            return
+        if any(parameter.grad is not None for parameter in self.parameters):
             self._bases = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        if begins_step:
+            self._carries = self._carries or (self._bases is not None if self._had_sums else None)
+            self._had_sums = True
+
+    @property
+    def has_bases(self) -> bool:
+        """Whether the turns of this pass add to gradients of earlier ones."""
+        return self._bases is not None
+
+    def carried(self) -> list[torch.Tensor | None] | None:
+        """Return copies of the gradients that the next pass may add to; None if the program is known to clear them
+        before, or if there are none."""
+        if not self.wanted or self._carries is False or any(p.__class__ is Pending for p in self.parameters):
+            return None
+        if all(parameter.grad is None for parameter in self.parameters):
+            return None
+        return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+
+    def carry(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Go on with the gradients of another worker or of a checkpoint."""
+        for index, parameter in enumerate(self.parameters):
+            gradient = gradients[index] if gradients is not None else None
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def begin_turn(self, slot: int) -> None:
         """Begin the turn of the replica in this slot of those hosted here."""

@@ -426,9 +426,9 @@ class Job:
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs from `start` up to `count`, as `range(start, count)` does. A new worker, or a resumed job,
-        begins at the job's present epoch."""
+        begins at the job's present epoch, wherever its own `start` is."""
+        self._declared.first.epoch = start
         trainer = self._join()
-        trainer.progress.epoch = max(trainer.progress.epoch, start)
         self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:
@@ -439,17 +439,23 @@ class Job:
         finally:
             self._inside_epochs = False
 
-    def steps(self, count: int) -> Iterator[Step]:
-        """Yield `count` steps of a program that makes its own batches: `for replica in step:` yields the replicas
-        hosted here. Inside of `job.epochs` these are the steps of an epoch, else those of the whole job."""
+    def steps(self, count: int, *, start: int = 0) -> Iterator[Step]:
+        """Yield the steps from `start` up to `count` of a program that makes its own batches: `for replica in step:`
+        yields the replicas hosted here. Inside of `job.epochs` these are the steps of an epoch, else those of the whole
+        job. A new worker, or a resumed job, begins at the job's present step, wherever its own `start` is."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
+        if start and self._inside_epochs:
+            raise ConfigError(
+                f"job.steps(start={start!r}) inside of job.epochs: give job.epochs its first epoch instead"
+            )
         if self._declared.data is None:
             options = LoaderOptions(batch_size=1, shuffle=False)
             self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
         if self._inside_epochs:
             yield from self._running().steps()
             return
+        self._declared.first.step = self._declared.first.epoch_step = start
         for _ in self.epochs(1):
             yield from self._running().steps()
 

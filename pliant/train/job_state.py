@@ -54,6 +54,7 @@ class JobState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "tracked": {name: each.state_dict() for name, each in self.tracked.items()},
             "buffers": list(self.first_buffers),
+            "gradients": [reducer.carried() for reducer in self.reducers],
             "layouts": [self._layout(reducer) for reducer in self.reducers],
             "contexts": [context.to_bytes(replicas.num_loader_workers) for context in replicas.contexts],
             "adaptation": self.adaptation.state_dict(),
@@ -96,6 +97,9 @@ class JobState:
         for reducer, layout in zip(self.reducers, layouts, strict=True):
             reducer.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
             reducer.num_replicas = replicas.count
+        if "gradients" in state:  # old checkpoints have none
+            for reducer, gradients in zip(self.reducers, state["gradients"], strict=True):
+                reducer.carry(gradients)
         self.progress.set(Progress(*state["progress"]))
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])

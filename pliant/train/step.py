@@ -35,9 +35,9 @@ class Outcome(IntEnum):
     """Its data have ended."""
 
 
-_TURN = struct.Struct(f"<BI?B{MAX_NAMES}s{MAX_FIGURES}d")
-"""The outcome, a bit for each model that got gradients, whether values are kept for the next pass, the number of figures,
-their names, their values."""
+_TURN = struct.Struct(f"<BII?B{MAX_NAMES}s{MAX_FIGURES}d")
+"""The outcome, a bit for each model that got gradients, a bit for each that had some before, whether values are kept for
+the next pass, the number of figures, their names, their values."""
 TURN_BYTES = _TURN.size
 
 
@@ -51,6 +51,8 @@ class Turn:
     outcome: Outcome = Outcome.NOTHING
     models: int = 0
     """A bit for each model that got gradients."""
+    had_gradients: int = 0
+    """A bit for each model that had gradients of earlier passes, to which this turn has added."""
     figures: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """Values for this replica's turn in the next pass of the step."""
@@ -72,6 +74,7 @@ class Turn:
         return _TURN.pack(
             self.outcome,
             self.models,
+            self.had_gradients,
             bool(self.kept),
             len(values),
             ",".join(names).encode().ljust(MAX_NAMES),
@@ -97,14 +100,15 @@ class TurnRow:
 
     outcome: Outcome
     models: int
+    had_gradients: int
     keeps: bool
     figures: dict[str, float]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TurnRow:
-        outcome, models, keeps, count, names, *values = _TURN.unpack(data)
+        outcome, models, had_gradients, keeps, count, names, *values = _TURN.unpack(data)
         figures = dict(zip(names.decode().strip().split(","), values, strict=False)) if count else {}
-        return cls(Outcome(outcome), models, keeps, figures)
+        return cls(Outcome(outcome), models, had_gradients, keeps, figures)
 
 
 def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
@@ -131,6 +135,15 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         return (
             f"the backward of replica {other} in step {step} reached other models than those of the replicas before it"
         )
+    added = [
+        (replica, row.had_gradients & row.models) for replica, row in enumerate(rows) if row.outcome is Outcome.SUMMED
+    ]
+    for replica, models in added:
+        if models != added[0][1]:
+            return (
+                f"the replicas {added[0][0]} and {replica} differ in step {step} in whether they add to gradients of earlier "
+                "steps: let all workers clear gradients at the same places"
+            )
     logged = [(replica, row) for replica, row in enumerate(rows) if row.figures or row.outcome is Outcome.SUMMED]
     for replica, row in logged:
         if set(row.figures) != set(logged[0][1].figures):

@@ -504,7 +504,7 @@ class Trainer:
         if not is_pending:
             self.wait_for_sums()
         for reducer in self.reducers:
-            reducer.begin_pass(is_pending=is_pending)
+            reducer.begin_pass(is_pending=is_pending, begins_step=not self._passes_in_step)
 
     def _begin_turn(self, slot: int) -> Any:
         """Give the replica in this slot its context, and return its batch."""
@@ -567,6 +567,8 @@ class Trainer:
         if self.deferred.lost is not None:
             return self._take_back()
         turn.models = sum(1 << number for number, reducer in enumerate(self.reducers) if reducer.handed_in)
+        if not self.sync.may_defer:
+            turn.had_gradients = sum(1 << number for number, each in enumerate(self.reducers) if each.has_bases)
         if turn.models:
             turn.outcome = Outcome.SUMMED
         elif turn.outcome is Outcome.SKIPPED and not turn.is_last:

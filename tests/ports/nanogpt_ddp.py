@@ -1,0 +1,95 @@
+"""Batches by torch.randint, micro-steps, an own counter and learning rate schedule, an own ckpt.pt: as nanoGPT does."""
+
+import argparse
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from tiny import BLOCK, GPT, digest, text
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_iters", type=int, default=9)
+parser.add_argument("--init_from", default="scratch")
+parser.add_argument("--compile", action="store_true")
+args = parser.parse_args()
+learning_rate, warmup_iters, eval_interval, eval_iters, micro_steps, batch_size = 0.02, 3, 3, 2, 2, 4
+
+dist.init_process_group("gloo")
+master = dist.get_rank() == 0
+torch.manual_seed(1337 + dist.get_rank())
+texts = {"train": text(200), "val": text(80, seed=1)}
+
+
+def get_batch(split):
+    data = texts[split]
+    starts = torch.randint(len(data) - BLOCK, (batch_size,))
+    x = torch.stack([data[i : i + BLOCK] for i in starts])
+    y = torch.stack([data[i + 1 : i + 1 + BLOCK] for i in starts])
+    return x, y
+
+
+def get_lr(it):
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / warmup_iters
+    return learning_rate * 0.5 * (1 + math.cos(math.pi * it / 20))
+
+
+iter_num, best_val_loss = 0, 1e9
+model = GPT()
+decay = [p for p in model.parameters() if p.dim() >= 2]
+rest = [p for p in model.parameters() if p.dim() < 2]
+optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+if args.init_from == "resume":
+    checkpoint = torch.load("ckpt.pt")
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
+raw_model = model
+if args.compile:
+    model = torch.compile(model)
+model = DistributedDataParallel(model)
+
+
+@torch.no_grad()
+def estimate_loss():
+    model.eval()
+    out = {}
+    for split in ("train", "val"):
+        losses = torch.zeros(eval_iters)
+        for k in range(eval_iters):
+            losses[k] = model(*get_batch(split)).item()
+        out[split] = losses.mean().item()
+    model.train()
+    return out
+
+
+while True:
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(iter_num)
+    if iter_num % eval_interval == 0 and master:
+        losses = estimate_loss()
+        print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        best_val_loss = min(best_val_loss, losses["val"])
+        if iter_num > 0:
+            checkpoint = {
+                "model": raw_model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "iter_num": iter_num,
+                "best_val_loss": best_val_loss,
+            }
+            torch.save(checkpoint, "ckpt.pt")
+    for micro_step in range(micro_steps):
+        x, y = get_batch("train")
+        with nullcontext() if micro_step == micro_steps - 1 else model.no_sync():
+            loss = model(x, y) / micro_steps
+            loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    iter_num += 1
+    if iter_num > args.max_iters:
+        break
+print("bits", digest(raw_model, optimizer, iter_num, best_val_loss))
+dist.destroy_process_group()

@@ -1,0 +1,76 @@
+"""Programs in the structure of published scripts: their ports have the bits of stock DDP, wherever they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from porting import FOLDER, Fault, Plan, copy_folder, run_ddp, run_elastic, run_fixed
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A pair of programs: `NAME_ddp.py` for stock DDP, `NAME.py` for pliant."""
+
+    name: str
+    fault: Fault
+    before: tuple[str, ...] | None = None
+    """The arguments of an earlier run, whose checkpoint the program then resumes; None: there is none."""
+    arguments: tuple[str, ...] = ()
+    first: int = 0
+    """The number of the first step of the resumed job."""
+    replicas: tuple[int, ...] = (3,)
+
+
+PORTS = [
+    Port("nanogpt", Fault("backward", 1), ("--max_iters", "4"), ("--init_from", "resume"), first=3, replicas=(3, 2)),
+    Port("imagenet", Fault("evaluation", 1), ("--epochs", "2"), ("--resume", "checkpoint.pth.tar")),
+    Port("mingpt", Fault("outer", 0), ("1",), ("3",), replicas=(3, 2)),
+    Port("torchrun", Fault("forward", 0), ("1",), ("3",)),
+    Port("wgan", Fault("outer", 0)),
+    Port("gan", Fault("outer", 1), replicas=(3, 2)),
+    Port("ema", Fault("forward", 2)),
+    Port("loop", Fault("backward", 0), replicas=(3, 2)),
+]
+
+
+@pytest.mark.parametrize("port", PORTS, ids=lambda port: port.name)
+def test_a_port_has_the_bits_of_ddp(port: Port, tmp_path: Path) -> None:
+    """On N workers, on one, and while workers come, go and are killed."""
+    for replicas in port.replicas:
+        base = tmp_path / str(replicas)
+        ddp, fixed = base / "ddp", base / "fixed"
+        ddp.mkdir(parents=True)
+        fixed.mkdir()
+        old, new = FOLDER / f"{port.name}_ddp.py", FOLDER / f"{port.name}.py"
+        if port.before is not None:
+            earlier = run_ddp(old, port.before, replicas, ddp)
+            assert run_fixed(new, port.before, replicas, replicas, fixed) == {earlier}, f"{replicas} workers, earlier"
+        alone, elastic = copy_folder(ddp, base / "alone"), copy_folder(ddp, base / "elastic")
+        expected = run_ddp(old, port.arguments, replicas, ddp)
+        assert expected, "DDP has printed no hash"
+        assert run_fixed(new, port.arguments, replicas, replicas, fixed) == {expected}, f"{replicas} workers"
+        assert run_fixed(new, port.arguments, replicas, 1, alone) == {expected}, f"{replicas} replicas on one worker"
+        if replicas == 3:
+            found = run_elastic(new, port.arguments, replicas, Plan(port.first, fault=port.fault), elastic)
+            assert found.hashes == {expected}, "workers that come and go"
+            assert (found.killed, found.started, found.repeated) == (1, 6, []), found
+            assert found.sizes >= {1, 3}, found
+
+
+def test_a_counter_in_a_turn_gives_other_bits(tmp_path: Path) -> None:
+    """The negative control: on one worker this counter counts replicas."""
+    source = (FOLDER / "nanogpt.py").read_text()
+    wrong = source.replace("    state.iter_num += 1\n", "").replace(
+        "    for _ in step:\n", "    for _ in step:\n        state.iter_num += 1\n"
+    )
+    assert wrong != source
+    hashes = []
+    for name, text in (("right", source), ("wrong", wrong)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(text)
+        hashes.append(run_fixed(tmp_path / name / "train.py", ("--max_iters", "4"), 3, 1, tmp_path / name))
+    assert hashes[0] != hashes[1]
