@@ -245,7 +245,8 @@ def test_names_of_the_code_are_there() -> None:
     from pliant.comm.engine import Engine
 
     text = "".join(
-        (DOCS / name).read_text() for name in ("coming-from.md", "choices.md", "elasticity.md", "exit-codes.md", "training.md")
+        (DOCS / name).read_text()
+        for name in ("coming-from.md", "choices.md", "elasticity.md", "exit-codes.md", "training.md")
     )
     text = re.sub(r"^-.*", "", text, flags=re.MULTILINE)  # in a diff, what is gone
     for name in set(re.findall(r"\bjob\.([a-z_]+)\b(?!\.yml)", text)) - {"yml"}:

@@ -69,6 +69,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
         (["-allow-nvlink"], "allow_nvlink", True),
         (["-w"], "watch", True),
         (["-w", "--no-warm"], "warm", False),
+        (["--plain"], "plain", True),
         (["--max-restarts", "0"], "max_restarts", 0),
         (["--determinism", "d2"], "determinism", "D2"),
         (["--checkpoint-dir", "ck"], "checkpoint_dir", str(Path.cwd() / "ck")),
@@ -98,6 +99,8 @@ def test_all_that_follows_the_program_is_the_programs(monkeypatch: pytest.Monkey
     assert options.program == ("python3", "x.py", "-np", "9", "--np=8", "-q=true", "--", "-w", "-H")
     assert options.np == 2
     assert not options.quiet
+    module = parsed(monkeypatch, "-np=2", "-q", "-m", "package.train", "-m", "--np=8", "--", "-q")
+    assert (module.program, module.np) == (("-m", "package.train", "-m", "--np=8", "--", "-q"), 2)
 
 
 def test_the_artifacts_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:

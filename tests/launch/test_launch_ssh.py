@@ -128,7 +128,7 @@ def test_a_job_of_two_hosts_runs_in_this_directory_with_our_variables(remote: Re
         print("a line of", spec.worker.host, flush=True)
         """,
     )
-    ended = launcher.end(remote.start("python3", "spec.py", PLIANT_FOO="with 'quotes'"))
+    ended = launcher.end(remote.start("-m", "spec", PLIANT_FOO="with 'quotes'"))
     assert ended.code == 0, ended
     for rank, host in enumerate(sshd.ADDRESSES):
         assert re.search(rf"^\[{host}\.\d+::stdout\] {rank} 2 {launcher.directory} with 'quotes'$", ended.stdout, re.M)

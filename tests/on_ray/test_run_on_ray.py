@@ -135,7 +135,7 @@ def test_ends_of_all_kinds(launcher: Launcher, nodes: Nodes, ray: Callable[..., 
         """,
     )
     seeing = ray("--no-warm", "--devices", "t4=2", "sh", "-c", "echo sees=$CUDA_VISIBLE_DEVICES.")
-    failing = ray("--no-warm", "-np", 1, "fails.py")
+    failing = ray("--no-warm", "-np", 1, "-m", "fails")
     stopped, killed = (ray("--no-warm", "-np", 1, "--devices", "cpu=1", "endless.py", name) for name in ("a", "b"))
     until(lambda: len(launcher.files("*.pid")) == 2, "starting")
     pids = {path.name.split(".")[0]: int(path.name.split(".")[1]) for path in launcher.files("*.pid")}
