@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
-NO_SIGNATURE = {"pliant.Job", "pliant.comm.engine.Engine", "pliant.comm.handle.Handle"}
+NO_SIGNATURE = {"pliant.Job", "pliant.train.step.Step", "pliant.comm.engine.Engine", "pliant.comm.handle.Handle"}
 """Classes that users do not construct."""
 BLOCK = re.compile(r"<!-- api: (.+?) -->\n(?:.*?<!-- end -->\n)?", re.DOTALL)
 

@@ -282,6 +282,22 @@ def test_kinds_of_a_federation_are_named_as_they_are() -> None:
         assert set(re.findall(r"[a-z][a-z-]+", listed)) <= set(known), kind
 
 
+def test_lines_of_ports_are_as_listed() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|", (DOCS / "coming-from.md").read_text(), re.M)
+    ports = ROOT / "tests" / "ports"
+    assert {name for name, *_ in rows} == {path.stem.removesuffix("_ddp") for path in ports.glob("*_ddp.py")}
+    for name, *counts in rows:
+        old, new = _code_lines(ports / f"{name}_ddp.py"), _code_lines(ports / f"{name}.py")
+        marks = [line[0] for line in difflib.ndiff(old, new)]
+        assert [len(old), marks.count("-"), marks.count("+")] == list(map(int, counts)), name
+
+
+def _code_lines(path: Path) -> list[str]:
+    """Return the lines of a program without its docstring, indentation, blank lines and comments."""
+    body = path.read_text().split('"""', 2)[2]
+    return [line.strip() for line in body.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
 def test_exit_codes_are_as_listed() -> None:
     text = (DOCS / "exit-codes.md").read_text()
     assert f"| {TIMEOUT_EXIT} |" in text
