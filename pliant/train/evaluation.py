@@ -22,7 +22,7 @@ from pliant.train.trainer import Trainer
 Figures = dict[str, Any]
 
 
-class Evaluation:
+class ShardedEvaluation:
     """One evaluation of a dataset: an iterator over batches, and the totals afterwards."""
 
     def __init__(self, trainer: Trainer, dataset: Any, options: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from pliant.train import determinism, obstacles, trace
 from pliant.train.adaptation import adaptation_settings
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
 from pliant.train.context import restore_rng, seeded_rng
-from pliant.train.evaluation import Evaluation
+from pliant.train.evaluation import ShardedEvaluation
 from pliant.train.events import Listeners, StepCommitted, ViewChange
 from pliant.train.feeder import NumberFeeder, ReplicaLoader
 from pliant.train.gradient_probe import GradientProbe
@@ -172,7 +172,7 @@ class Job:
         self._declared = Declared(load_path=spec.resume if spec is not None else "")
         self._parts: Assembled | None = None
         """The parts of the job, once it runs."""
-        self._evaluation: Evaluation | None = None
+        self._evaluation: ShardedEvaluation | None = None
         self._asked_path: str | None = None
         """The checkpoint to write with the step in progress; empty for the job's own directory."""
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
@@ -568,7 +568,7 @@ class Job:
         refused = {"shuffle", "sampler", "batch_sampler"} & set(loading)
         if refused:
             raise ConfigError(f"job.evaluate({', '.join(sorted(refused))}=...): the shards of an evaluation are fixed")
-        evaluation = Evaluation(self._running(), dataset, {"batch_size": batch_size, **loading})
+        evaluation = ShardedEvaluation(self._running(), dataset, {"batch_size": batch_size, **loading})
         self._evaluation = evaluation
         return iter(evaluation)
 

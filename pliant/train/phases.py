@@ -74,7 +74,7 @@ class AllConfirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class PeerLost:
     """A worker of the view is lost."""
 
     why: str
@@ -149,7 +149,7 @@ Event = (
     | TurnTaken
     | SumsArrived
     | AllConfirmed
-    | WorkerLost
+    | PeerLost
     | ChangeAgreed
     | StepAsked
     | ViewEntered
@@ -255,7 +255,7 @@ class PhaseMachine:
     def handle(self, event: Event) -> Action:
         """Return what to do about `event`."""
         match event:
-            case WorkerLost(why):
+            case PeerLost(why):
                 return self._lost(why)
             case StateMade(passes):
                 self.passes = passes

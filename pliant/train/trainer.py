@@ -49,6 +49,7 @@ from pliant.train.phases import (
     FetchState,
     Leave,
     PassBegun,
+    PeerLost,
     Phase,
     PhaseMachine,
     ProgramEnded,
@@ -61,7 +62,6 @@ from pliant.train.phases import (
     TakeTurn,
     TurnTaken,
     ViewEntered,
-    WorkerLost,
     ranks_behind,
 )
 from pliant.train.rendezvous import EnteredView, Left, ViewRendezvous, reclaim_state, spread_state
@@ -279,7 +279,7 @@ class Trainer:
         log.debug("%s while %s", error, self.phases.phase.value)
         self._lost_s = time.monotonic()
         self.changes.steps_begun = self.progress.step + 1
-        return self._handle(WorkerLost(str(error)))
+        return self._handle(PeerLost(str(error)))
 
     def _handle(self, event: Event) -> Action:
         """Report an event to the machine. Where that makes a pass count, keep what it leaves."""

@@ -18,6 +18,7 @@ from pliant.train.phases import (
     Fail,
     FetchState,
     PassBegun,
+    PeerLost,
     Phase,
     PhaseMachine,
     Report,
@@ -28,7 +29,6 @@ from pliant.train.phases import (
     TakeTurn,
     TurnTaken,
     ViewEntered,
-    WorkerLost,
 )
 
 
@@ -59,7 +59,7 @@ def test_without_changes_of_workers_nothing_is_confirmed_and_a_loss_is_an_error(
     machine = after_turns(training(elastic=False))
     assert machine.handle(SumsArrived()) == RunProgram()
     after_turns(machine)
-    assert machine.handle(WorkerLost("peer 1 is gone")) == Fail("peer 1 is gone")
+    assert machine.handle(PeerLost("peer 1 is gone")) == Fail("peer 1 is gone")
 
 
 def test_a_complaint_ends_every_worker() -> None:
@@ -85,7 +85,7 @@ def test_after_a_loss_the_pass_counts_if_all_have_the_sums_or_one_has_gone_on(
     machine = after_turns(training())
     if own:
         machine.handle(SumsArrived())
-    assert machine.handle(WorkerLost("")) == EnterView()
+    assert machine.handle(PeerLost("")) == EnterView()
     action = machine.handle(ViewEntered((machine.report, *others), 3))
     assert action == (RunProgram() if counts else TakeTurn(0))
     assert machine.passes == int(counts)
@@ -94,7 +94,7 @@ def test_after_a_loss_the_pass_counts_if_all_have_the_sums_or_one_has_gone_on(
 def test_a_loss_that_is_noticed_in_a_turn_waits_for_the_program() -> None:
     machine = training()
     machine.handle(PassBegun())
-    assert machine.handle(WorkerLost("")) == RunProgram()
+    assert machine.handle(PeerLost("")) == RunProgram()
     assert machine.phase is Phase.TORN
     assert machine.handle(TurnTaken()) == EnterView()
 
@@ -174,7 +174,7 @@ class Walk:
                 self.tell(walker, PassBegun() if self.chance.random() < 0.7 else StepAsked())
             case TakeTurn():
                 if is_old and self.chance.random() < 0.2:
-                    self.tell(walker, WorkerLost(""))
+                    self.tell(walker, PeerLost(""))
                 else:
                     self.tell(walker, TurnTaken())
             case Exchange() | Confirm():
@@ -184,7 +184,7 @@ class Walk:
                 if sent >= {each.name for each in members} and self.chance.random() < 0.5:
                     self.tell(walker, SumsArrived() if what == "Exchange" else AllConfirmed())
                 elif is_old and self.chance.random() < 0.3:
-                    self.tell(walker, WorkerLost(""))
+                    self.tell(walker, PeerLost(""))
             case EnterView():
                 entering = self.views[self.number]
                 ready = [each for each in entering if isinstance(each.action, EnterView)]
