@@ -222,9 +222,13 @@ class ConfigClient(HttpClient):
         """Report that `worker` can train; it does once it is a member. NotWanted: it was removed, and must end."""
         return self._membership("POST", "/ready", _notice(worker))
 
-    def settled(self, worker: Worker, replicas: int = 0) -> Membership:
-        """Report that `worker` has the state of a job with so many replicas: others may leave it to this worker."""
-        return self._membership("POST", "/settled", {"Worker": worker.to_json(), "Replicas": replicas})
+    def settled(self, worker: Worker, replicas: int = 0, membership: int = 0) -> Membership:
+        """Report that `worker` has the state of a job with so many replicas: others may leave it to this worker.
+
+        `membership` is the number of the one in which it has done a step; 0 if it has done none yet.
+        """
+        body = {"Worker": worker.to_json(), "Replicas": replicas, "Membership": membership}
+        return self._membership("POST", "/settled", body)
 
     def lost(self, worker: Worker, reason: str, by: Worker | None = None) -> Membership:
         """Report that `worker` has died or fallen silent: the next membership, without it, is urgent.

@@ -217,11 +217,12 @@ class Member:
                 raise ViewChanged(f"membership {self._latest.number} has come meanwhile")
         return engine
 
-    def settled(self) -> None:
-        """Report that this worker has the state of the job; return at once."""
+    def settled(self, *, after_step: bool = False) -> None:
+        """Report that this worker has the state of the job, or `after_step` that it has done a step in its present
+        membership; return at once."""
         if self.elastic:
-            replicas = self.max_members or 0
-            self._sender.report(f"{self.me} is settled", lambda client: client.settled(self.me, replicas))
+            replicas, membership = self.max_members or 0, self._entered if after_step else 0
+            self._sender.report(f"{self.me} is settled", lambda client: client.settled(self.me, replicas, membership))
 
     def leave(self) -> None:
         """Ask to be left out of the next membership, as after a preemption notice; return at once."""

@@ -2,7 +2,8 @@
 
 The wanted view says who shall train. The membership says who does. A request becomes the membership when all its workers
 are ready, so that nobody who trains ever waits for a process that starts; a loss changes the membership at once.
-Workers that are to leave stay members as long as the others depend on them for the job's state.
+Workers that are to leave stay members as long as the others depend on them for the job's state. After a loss the
+others are in the middle of a step, where no new worker can enter: new members are put off until that step is done.
 
 Pure values and functions: no I/O, no clock. `ElasticState` is all that the config server keeps, and `ElasticState.after`
 is its only rule.
@@ -93,13 +94,15 @@ class ReadyNotice:
 
 @dataclass(frozen=True, slots=True)
 class SettledNotice:
-    """`worker` has done a step with the others, and so has the state of the job.
+    """`worker` has the state of the job.
 
     If there are more members than `replicas`, only so many take part; 0 means all.
     """
 
     worker: Worker
     replicas: int = 0
+    membership: int = 0
+    """The number of the membership in which the worker has done a step; 0 if it has the state but has done no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,10 @@ class ElasticState:
     """Members that have the state of the job."""
     replicas: int = 0
     """How many of the members take part; 0: all."""
+    newcomers: frozenset[Worker] = frozenset()
+    """Workers that became members of a running job and do not have its state yet, and those that a loss has put off."""
+    stepped: int = 0
+    """The highest number of a membership in which a step was done."""
 
     @property
     def snapshot(self) -> ClusterSnapshot:
@@ -297,8 +304,8 @@ class ElasticState:
         match request:
             case ReadyNotice(worker):
                 return self._after_ready(worker)
-            case SettledNotice(worker, replicas):
-                return self._after_settled(worker, replicas)
+            case SettledNotice():
+                return self._after_settled(request)
             case LossNotice(_, _, by) if by is not None and by not in self.membership.members:
                 return self  # of two that have lost each other, the first to report it stays
             case LossNotice(worker):
@@ -310,7 +317,10 @@ class ElasticState:
                 return self._moved(self.wanted, over=True) if is_open else self
             case ResetView():
                 wanted = next_wanted(self.wanted, request)
-                return self if wanted is self.wanted else ElasticState(wanted, self._next_membership((), False, wanted))
+                if wanted is self.wanted:
+                    return self
+                empty = self._next_membership((), False, wanted)
+                return ElasticState(wanted, empty, stepped=empty.urgent)
         if self.finished and not isinstance(request, ClearView):
             raise ClusterCleared(
                 f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
@@ -328,10 +338,17 @@ class ElasticState:
             return self
         return self._moved(self.wanted, ready={*self.ready, worker})
 
-    def _after_settled(self, worker: Worker, replicas: int) -> ElasticState:
-        if worker not in self.membership.members or worker in self.settled:
+    def _after_settled(self, notice: SettledNotice) -> ElasticState:
+        if notice.worker not in self.membership.members:
             return self
-        return replace(self, settled=self.settled | {worker}, replicas=replicas)._moved(self.wanted)
+        state = replace(
+            self,
+            settled=self.settled | {notice.worker},
+            replicas=notice.replicas,
+            newcomers=self.newcomers - {notice.worker},
+            stepped=max(self.stepped, min(notice.membership, self.membership.number)),
+        )
+        return self if state == self else state._moved(self.wanted)
 
     def _after_loss(self, worker: Worker) -> ElasticState:
         is_wanted, is_member = worker in self.wanted.workers, worker in self.membership.members
@@ -366,14 +383,35 @@ class ElasticState:
         """Return this state with another `wanted` and `ready`, and the membership that follows from them."""
         ready = self.ready if ready is None else ready
         over = over or wanted.cleared
-        members = () if over else self._next_members(wanted, ready, lost, leaving)
+        proposed = () if over else self._next_members(wanted, ready, lost, leaving)
+        members = self._without_newcomers(proposed, urgent)
+        settled = self.settled.intersection(members[: self.replicas or None])
+        ready = frozenset(ready).intersection({*members, *wanted.workers})
+        new = set(proposed).difference(self.membership.members if members == proposed else members)
         return ElasticState(
             wanted,
             self._next_membership(members, over, wanted, urgent),
-            frozenset(ready).intersection({*members, *wanted.workers}),
-            self.settled.intersection(members),
+            ready,
+            settled,
             self.replicas,
+            ready.intersection(self.newcomers | new) if settled else frozenset(),
+            self.stepped,
         )
+
+    def _without_newcomers(self, proposed: tuple[Worker, ...], urgent: bool) -> tuple[Worker, ...]:
+        """Return the proposed members that can be in the middle of a step after a loss; all if there was none.
+
+        If no member has the state, the job begins anew, and all can take part.
+        """
+        current = self.membership.members
+        if urgent:
+            in_step = set(current[: self.replicas or None]) - self.newcomers
+        elif self.membership.urgent > self.stepped:
+            in_step = set(current)
+        else:
+            return proposed
+        remaining = tuple(member for member in proposed if member in in_step)
+        return proposed if self.settled.isdisjoint(remaining) else remaining
 
     def _next_members(
         self, wanted: Wanted, ready: Set[Worker], lost: Worker | None, leaving: Worker | None
@@ -381,13 +419,18 @@ class ElasticState:
         """Return who trains from now on: the wanted workers once all of them are ready.
 
         If some of them are new, as many holders of the state stay as it takes for no single crash to lose it. The
-        holders come first, because the end of a long list of members does not take part.
+        holders come first, because the end of a long list of members does not take part. Workers that a loss has put
+        off come back also if others are not ready.
         """
         current = tuple(member for member in self.membership.members if member != lost)
         if ready >= set(wanted.workers):
             members = wanted.workers
         else:
-            members = tuple(member for member in current if member != leaving)
+            put_off = self.newcomers.intersection(ready).difference(current)
+            members = (
+                *(member for member in current if member != leaving),
+                *(worker for worker in wanted.workers if worker in put_off),
+            )
         if not members or self.settled.issuperset(members):
             return members
         holders = [member for member in current if member in self.settled]

@@ -220,6 +220,7 @@ class _Notice:
     reason: str
     by: Worker | None
     replicas: int
+    membership: int
 
 
 _CHANGES: Mapping[str, Callable[[bytes, int | None], ViewRequest]] = {
@@ -233,7 +234,7 @@ _CHANGES: Mapping[str, Callable[[bytes, int | None], ViewRequest]] = {
 """Requests that change the wanted view, by path: made from the body and the version in `If-Match`."""
 _NOTICES: Mapping[str, Callable[[_Notice], WorkerNotice]] = {
     "/ready": lambda notice: rules.ReadyNotice(notice.worker),
-    "/settled": lambda notice: rules.SettledNotice(notice.worker, notice.replicas),
+    "/settled": lambda notice: rules.SettledNotice(notice.worker, notice.replicas, notice.membership),
     "/lost": lambda notice: rules.LossNotice(notice.worker, notice.reason, notice.by),
     "/leave": lambda notice: rules.LeaveNotice(notice.worker),
 }
@@ -265,17 +266,31 @@ def _devices_in(value: object) -> dict[str, int]:
 
 
 def _notice_in(value: object) -> _Notice:
-    """Return the notice in `{"Worker": ..., "Reason": ..., "By": ..., "Replicas": ...}`; all but the worker may be absent."""
+    """Return the notice in `{"Worker": ..., "Reason": ..., "By": ..., "Replicas": ..., "Membership": ...}`; all but the
+    worker may be absent."""
     example = '{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "why, if you like"}'
-    if not isinstance(value, dict) or not {"Worker"} <= set(value) <= {"Worker", "Reason", "By", "Replicas"}:
+    known = {"Worker", "Reason", "By", "Replicas", "Membership"}
+    if not isinstance(value, dict) or not {"Worker"} <= set(value) <= known:
         raise ConfigError(f"{value!r:.60} names no worker: give {example}")
-    reason, by, replicas = value.get("Reason", ""), value.get("By"), value.get("Replicas", 0)
+    reason, by = value.get("Reason", ""), value.get("By")
     if not isinstance(reason, str):
         raise ConfigError(f'"Reason" {reason!r:.60} is not text: give {example}')
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or not 0 <= replicas < 2**31:
-        raise ConfigError(f'"Replicas" {replicas!r:.60} is not a whole number from 0')
     worker = Worker.from_json(value["Worker"])
-    return _Notice(worker, reason[:MAX_REASON_CHARS], None if by is None else Worker.from_json(by), replicas)
+    return _Notice(
+        worker,
+        reason[:MAX_REASON_CHARS],
+        None if by is None else Worker.from_json(by),
+        _count_in(value, "Replicas"),
+        _count_in(value, "Membership"),
+    )
+
+
+def _count_in(value: Mapping[str, object], key: str) -> int:
+    """Return the number under this key; 0 if there is none."""
+    count = value.get(key, 0)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
+        raise ConfigError(f'"{key}" {count!r:.60} is not a whole number from 0')
+    return count
 
 
 # --- the routes ---

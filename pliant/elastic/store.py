@@ -17,6 +17,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)",
     "CREATE TABLE IF NOT EXISTS roll (id INTEGER PRIMARY KEY CHECK (id = 1), roll TEXT NOT NULL, ready TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS settled (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, replicas INTEGER)",
+    "CREATE TABLE IF NOT EXISTS newcomers (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, stepped INTEGER)",
 )
 
 
@@ -80,6 +81,7 @@ class StateStore:
             "wanted": (state.wanted.version, view),
             "roll": (membership, _to_text(state.ready)),
             "settled": (_to_text(state.settled), state.replicas),
+            "newcomers": (_to_text(state.newcomers), state.stepped),
         }
         with self._database:  # commits, or rolls back
             self._database.execute("BEGIN IMMEDIATE")
@@ -93,12 +95,16 @@ def _load(database: sqlite3.Connection) -> ElasticState:
     if None in rows:  # a new file
         return ElasticState()
     (_, version, view), (_, membership, ready), (_, settled, replicas) = rows
+    # A file of version 0.1 knows of no newcomers.
+    _, newcomers, stepped = database.execute("SELECT * FROM newcomers").fetchone() or (1, "[]", 0)
     return ElasticState(
         Wanted(version, None if view is None else View.from_json(json.loads(view), version)),
         Membership.from_json(json.loads(membership)),
         _from_text(ready),
         _from_text(settled),
         replicas,
+        _from_text(newcomers),
+        stepped,
     )
 
 

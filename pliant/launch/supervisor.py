@@ -139,9 +139,11 @@ class HostState:
         """
         old, self.membership = self.membership, membership
         if membership.urgent > old.number:
-            # A request would have removed it from the view first, and left it a member until the next step.
+            # A request would have removed it from the view first, and left it a member until the next step. A new member
+            # that the loss of another has put off is still wanted.
             left = set(old.members).difference(membership.members).intersection(living)
-            self._reported_lost |= left - self._dismissed
+            wanted = view.workers if view is not None else self.wanted
+            self._reported_lost |= left - self._dismissed - set(wanted)
         if old.over and not membership.over:  # somebody has reset the server
             self.begun = self._independent
         self.begun = self.begun or bool(membership.members)

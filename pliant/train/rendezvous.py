@@ -140,9 +140,7 @@ class ViewRendezvous:
                 raise Left("the job is over")
             view = self._member.view_of(membership)
             if self._member.me not in view.workers:
-                is_listed = self._member.me in membership.members
-                if not is_listed and (self.has_state or (self._was_listed and not self._member.is_wanted)):
-                    raise Left(f"{self._member.me} is not a member of view {membership.number}")
+                self._check_dropped(membership)
                 after, planned = membership.number, None  # stand by: it may take part later
                 continue
             self._was_listed = self._member.entering = True
@@ -155,6 +153,24 @@ class ViewRendezvous:
                 after, planned = max(after, membership.number), None
             finally:
                 self._member.entering = False
+
+    def _check_dropped(self, membership: Membership) -> None:
+        """Return if this worker may stand by, though it does not take part in `membership`.
+
+        Raises:
+            Left: it is no longer part of the job.
+            TrainError: it had just got the state when another worker was lost.
+        """
+        member = self._member
+        if member.me in membership.members:
+            return
+        if self.has_state and member.is_wanted and membership.urgent > member.entered:
+            raise TrainError(
+                f"{member.me} had just got the state of the job when another worker was lost: the others are in the middle "
+                "of a step that it cannot join. It ends, and its runner starts another in its place"
+            )
+        if self.has_state or (self._was_listed and not member.is_wanted):
+            raise Left(f"{member.me} is not a member of view {membership.number}")
 
     def _enter(self, membership: Membership, planned: bool, own: Report) -> EnteredView:
         member = self._member

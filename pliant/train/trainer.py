@@ -421,7 +421,7 @@ class Trainer:
         if self._reported_view < 0 or self._reported_view != self._member.entered:
             # Reported for every membership: the server forgets it for workers that were not members for a while.
             self._reported_view = self._member.entered
-            self._member.settled()
+            self._member.settled(after_step=True)
             reclaim_state(self._member)  # all members have done a step, so all have the state
         self.adaptation.record_timing(self._timer.compute_s)
         self.adaptation.values |= step.means

@@ -159,7 +159,7 @@ def test_a_full_replacement_keeps_two_holders_until_two_others_have_the_state() 
     old = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 4), SettledNotice(A1, 4))
     moved = old.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3))
     assert moved.membership.members == (A0, A1, A2, A3)
-    assert moved.after(LossNotice(A0)).membership.members == (A1, A2, A3), "no single crash loses the state"
+    assert moved.after(LossNotice(A0)).membership.members == (A1,), "no single crash loses the state"
     assert moved.after(SettledNotice(A2, 4)).membership.members == (A0, A2, A3)
     assert moved.after(SettledNotice(A2, 4)).after(SettledNotice(A3, 4)).membership.members == (A2, A3)
     narrow = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 2), SettledNotice(A1, 2))
@@ -178,6 +178,79 @@ def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
     both = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4), put(A0, A1), ReadyNotice(A1))
     assert both.after(LeaveNotice(A0)).membership.members == (A0, A1)
     assert both.after(LeaveNotice(A0)).after(SettledNotice(A1, 4)).membership.members == (A1,)
+
+
+# --- new members after a loss ---
+
+
+SETTLED = (*TWO, SettledNotice(A0, 4, 1), SettledNotice(A1, 4, 1))
+THREE = (*SETTLED, AddWorker(A2), ReadyNotice(A2))
+
+
+def test_a_loss_puts_new_members_off_until_a_step_is_done_without_them() -> None:
+    joined = after(*THREE)
+    assert (joined.membership.members, joined.newcomers) == ((A0, A1, A2), {A2})
+    lost = joined.after(LossNotice(A1))
+    assert lost.membership == Membership(3, (A0,), urgent=3, wanted=3)
+    assert A2 in lost.wanted.workers
+    assert A2 in lost.ready
+    for early in (SettledNotice(A0, 4), SettledNotice(A0, 4, 2), SettledNotice(A2, 4, 3)):
+        assert lost.after(early).membership == lost.membership, "the step of the loss is not done yet"
+    assert lost.after(SettledNotice(A0, 4, 3)).membership == Membership(4, (A0, A2), urgent=3, wanted=3)
+
+
+def test_one_that_has_the_state_stays_after_a_loss() -> None:
+    state = after(*THREE, SettledNotice(A2, 4), LossNotice(A1))
+    assert state.membership == Membership(3, (A0, A2), urgent=3, wanted=3)
+
+
+def test_one_that_was_there_from_the_start_is_no_newcomer_though_it_has_not_reported() -> None:
+    state = after(put(A0, A1, A2), *map(ReadyNotice, (A0, A1, A2)), SettledNotice(A0, 4), LossNotice(A2))
+    assert (state.membership.members, state.newcomers) == ((A0, A1), frozenset())
+
+
+def test_one_that_becomes_ready_after_a_loss_waits_for_the_step_too() -> None:
+    state = after(*SETTLED, AddWorker(A2), LossNotice(A1), ReadyNotice(A2))
+    assert state.membership == Membership(2, (A0,), urgent=2, wanted=3)
+    assert state.after(SettledNotice(A0, 4, 2)).membership.members == (A0, A2)
+
+
+def test_those_that_were_put_off_do_not_wait_for_a_replacement_that_starts() -> None:
+    state = after(*THREE, LossNotice(A1), AddWorker(A3))
+    assert state.after(SettledNotice(A0, 4, 3)).membership.members == (A0, A2)
+    assert state.after(SettledNotice(A0, 4, 3)).after(ReadyNotice(A3)).membership.members == (A0, A2, A3)
+    gone = state.after(RemoveWorker(A2)).after(SettledNotice(A0, 4, 3))
+    assert (gone.membership.members, gone.newcomers) == ((A0,), frozenset())
+
+
+def test_members_that_stand_by_do_not_take_the_place_of_a_lost_one_in_the_middle_of_a_step() -> None:
+    start = (put(A0, A1, A2, A3), *map(ReadyNotice, (A0, A1, A2, A3)), SettledNotice(A0, 2, 1), SettledNotice(A1, 2, 1))
+    lost = after(*start, LossNotice(A0))
+    assert lost.membership.members == (A1,)
+    back = lost.after(SettledNotice(A1, 2, 2))
+    assert back.membership.members == (A1, A2, A3)
+    again = back.after(LossNotice(A1))
+    assert again.membership.members == (A2, A3), "nobody else has the state: these begin anew"
+    assert again.newcomers == frozenset()
+    # One that has stopped to take part has an old state: it is no better than a newcomer.
+    moved = after(*start, SettledNotice(A1, 2, 1), put(A0, A2, A1, A3))
+    assert moved.settled == {A0}
+    assert moved.after(LossNotice(A2)).membership.members == (A0,)
+
+
+def test_a_second_loss_before_the_step_is_done_puts_them_off_again() -> None:
+    four = (put(A0, A1, A2), *map(ReadyNotice, (A0, A1, A2)), *(SettledNotice(each, 4, 1) for each in (A0, A1, A2)))
+    state = after(*four, AddWorker(A3), ReadyNotice(A3), LossNotice(A2), LossNotice(A1))
+    assert state.membership == Membership(4, (A0,), urgent=4, wanted=4)
+    assert state.after(SettledNotice(A0, 4, 3)).membership == state.membership
+    assert state.after(SettledNotice(A0, 4, 4)).membership.members == (A0, A3)
+    assert state.after(LossNotice(A0)).membership.members == (A3,), "with nobody left it begins anew"
+
+
+def test_a_reset_forgets_the_loss() -> None:
+    state = after(*THREE, LossNotice(A1), ResetView(), put(A0, A1), ReadyNotice(A0), ReadyNotice(A1))
+    joined = state.after(SettledNotice(A0)).after(AddWorker(A2)).after(ReadyNotice(A2))
+    assert joined.membership.members == (A0, A1, A2)
 
 
 def test_of_two_that_have_lost_each_other_the_first_to_say_so_stays() -> None:
@@ -216,6 +289,7 @@ def test_what_is_no_membership_is_refused(value: object) -> None:
 
 MEMBERS = st.sampled_from([A0, A1, A2, A3, B0])
 VIEWS = st.lists(MEMBERS, min_size=1, max_size=4, unique=True).map(lambda workers: put(*workers))
+SETTLING = st.builds(SettledNotice, MEMBERS, st.sampled_from([0, 0, 2, 3]), st.integers(0, 12))
 EVENTS = st.builds(ReadyNotice, MEMBERS) | st.builds(LossNotice, MEMBERS) | st.builds(LeaveNotice, MEMBERS)
 WISHES = (
     VIEWS | st.builds(AddWorker, MEMBERS) | st.builds(RemoveWorker, MEMBERS) | st.builds(ResizeView, st.integers(0, 6))
@@ -279,6 +353,46 @@ def repeated(state: ElasticState, request: ViewRequest | WorkerNotice) -> Member
         return state.after(request).membership
     except PliantError:
         return state.membership
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.builds(ReadyNotice, MEMBERS) | SETTLING | EVENTS | WISHES, max_size=30))
+def test_whatever_happens_no_new_member_enters_a_step_that_is_done_again(
+    requests: list[ViewRequest | WorkerNotice],
+) -> None:
+    check_walk(ElasticState(), requests)
+
+
+def check_walk(state: ElasticState, requests: list[ViewRequest | WorkerNotice]) -> None:
+    in_step: set[Worker] = set()
+    """Those who can be in the step that is done again after the last loss."""
+    for request in requests:
+        before = state
+        try:
+            state = state.after(request)
+        except PliantError:
+            continue
+        members = state.membership.members
+        taking_part = members[: state.replicas or None]
+        assert state.settled <= set(taking_part)
+        assert state.newcomers <= state.ready - state.settled
+        is_held = state.membership.urgent > state.stepped
+        if state.membership.urgent > before.membership.urgent:
+            in_step = set(before.membership.members[: before.replicas or None]) - before.newcomers
+        if not state.settled:
+            assert not state.newcomers, "with no state there is nothing to be new to"
+        elif is_held and state.membership.number > before.membership.number:
+            assert set(members) <= (in_step if before.settled else set(members))
+        elif not is_held and not state.membership.over and state.ready.issuperset(state.wanted.workers):
+            assert set(members) >= set(state.wanted.workers), "everybody who was put off is back"
+
+
+def test_without_the_rule_the_walk_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ElasticState, "_without_newcomers", lambda self, proposed, urgent: proposed)
+    with pytest.raises(AssertionError):
+        check_walk(ElasticState(), [*THREE, LossNotice(A1)])
+    with pytest.raises(AssertionError):
+        check_walk(ElasticState(), [*SETTLED, AddWorker(A2), LossNotice(A1), ReadyNotice(A2)])
 
 
 @given(st.permutations([A2, A3, B0]), st.lists(MEMBERS, max_size=8))

@@ -396,12 +396,14 @@ BAD_NOTICES = [
     b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Reason": 7}',
     b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Reason": null}',
     b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Why": "x"}',
+    b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Membership": -1}',
+    b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Replicas": true}',
     b'{"Worker": {"Host": "127.0.0.1", "Port": 10000}, "Worker": {"Host": "127.0.0.1", "Port": 10001}}',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BAD_NOTICES, ids=lambda body: repr(body[:60]))
-@pytest.mark.parametrize("path", ["/ready", "/lost", "/leave", "/finish"])
+@pytest.mark.parametrize("path", ["/ready", "/settled", "/lost", "/leave", "/finish"])
 def test_bad_notices_are_400_with_a_reason_and_change_nothing(
     http: httpx.Client, client: ConfigClient, path: str, body: bytes
 ) -> None:
@@ -445,6 +447,27 @@ def test_a_restart_forgets_no_membership(tmp_path: Path) -> None:
         assert client.wanted() == Wanted(4, None), "the first view is for a server that has never had one"
         assert (client.membership().number, client.membership().over) == (over.number, False)
         assert running(client).number == over.number + 1
+
+
+def test_a_restart_forgets_nobody_whom_a_loss_has_put_off(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    with serving(state=state) as (_, client):
+        first = running(client)
+        for worker in (A0, A1):
+            client.settled(worker, 4, first.number)
+        client.add_worker(A2)
+        assert client.ready(A2).members == (A0, A1, A2)
+        lost = client.lost(A1, "gone")
+        assert lost.members == (A0,)
+    with serving(state=state) as (_, client):
+        assert client.settled(A0, 4) == lost
+        assert client.settled(A0, 4, lost.number).members == (A0, A2)
+    old = sqlite3.connect(state)
+    with contextlib.closing(old):
+        old.execute("DROP TABLE newcomers")  # as version 0.1 has written it
+        old.commit()
+    with serving(state=state) as (_, client):
+        assert client.membership().members == (A0, A2)
 
 
 def test_what_cannot_be_saved_happens_neither_in_the_view_nor_in_the_membership(tmp_path: Path) -> None:

@@ -526,6 +526,18 @@ def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
         assert RequestReplacement() in made.handle(Exited(B, code), at_s)
 
 
+def test_a_new_member_that_a_loss_has_put_off_is_not_held_for_lost() -> None:
+    made = training(A, C)
+    arrive(made, view(2, A, C, B), 5)
+    change(made, Membership(2, (A, C, B), wanted=2), 6)
+    made.handle(Exited(C, -9), 7)
+    made.handle(StateChanged(view(3, A, B), Membership(3, (A,), urgent=3, wanted=3)), 8)
+    assert react(made, Tick(), 60, TerminateWorker) == [], "it stands by"
+    arrive(made, view(4, A), 61)
+    assert react(made, Tick(), 99, TerminateWorker) == [TerminateWorker(B)]
+    assert react(made, Exited(B, -15), 99, ReportLoss, RequestReplacement) == [], "a request has removed it"
+
+
 def test_a_crash_of_one_that_was_told_to_leave_is_not_replaced() -> None:
     made = training(A, B)
     arrive(made, view(2, A), 20)
