@@ -2,8 +2,11 @@
 
 The wanted view says who shall train. The membership says who does. A request becomes the membership when all its workers
 are ready, so that nobody who trains ever waits for a process that starts; a loss changes the membership at once.
-Workers that are to leave stay members as long as the others depend on them for the job's state. After a loss the
-others are in the middle of a step, where no new worker can enter: new members are put off until that step is done.
+Workers that are to leave stay members as long as the others depend on them for the job's state.
+
+A worker without the state can only begin at a step's boundary. So nobody new takes part in a membership that workers may
+enter in the middle of a step: not after a loss, not before a step was done in the present membership, and not together
+with a change that removes somebody who may be lost meanwhile. New members are put off until then.
 
 Pure values and functions: no I/O, no clock. `ElasticState` is all that the config server keeps, and `ElasticState.after`
 is its only rule.
@@ -279,7 +282,7 @@ class ElasticState:
     replicas: int = 0
     """How many of the members take part; 0: all."""
     newcomers: frozenset[Worker] = frozenset()
-    """Workers that became members of a running job and do not have its state yet, and those that a loss has put off."""
+    """Workers that became members of a running job and do not have its state yet, and those that were put off."""
     stepped: int = 0
     """The highest number of a membership in which a step was done."""
 
@@ -317,10 +320,7 @@ class ElasticState:
                 return self._moved(self.wanted, over=True) if is_open else self
             case ResetView():
                 wanted = next_wanted(self.wanted, request)
-                if wanted is self.wanted:
-                    return self
-                empty = self._next_membership((), False, wanted)
-                return ElasticState(wanted, empty, stepped=empty.urgent)
+                return self if wanted is self.wanted else ElasticState(wanted, self._next_membership((), False, wanted))
         if self.finished and not isinstance(request, ClearView):
             raise ClusterCleared(
                 f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
@@ -384,7 +384,7 @@ class ElasticState:
         ready = self.ready if ready is None else ready
         over = over or wanted.cleared
         proposed = () if over else self._next_members(wanted, ready, lost, leaving)
-        members = self._without_newcomers(proposed, urgent)
+        members = () if over else self._without_newcomers(proposed, urgent)
         settled = self.settled.intersection(members[: self.replicas or None])
         ready = frozenset(ready).intersection({*members, *wanted.workers})
         new = set(proposed).difference(self.membership.members if members == proposed else members)
@@ -399,18 +399,20 @@ class ElasticState:
         )
 
     def _without_newcomers(self, proposed: tuple[Worker, ...], urgent: bool) -> tuple[Worker, ...]:
-        """Return the proposed members that can be in the middle of a step after a loss; all if there was none.
+        """Return the proposed members without those that cannot take part yet; these are put off.
 
         If no member has the state, the job begins anew, and all can take part.
         """
-        current = self.membership.members
-        if urgent:
-            in_step = set(current[: self.replicas or None]) - self.newcomers
-        elif self.membership.urgent > self.stepped:
-            in_step = set(current)
-        else:
+        current = set(self.membership.members[: self.replicas or None])
+        taking_part = set(proposed[: self.replicas or None])
+        if not urgent and current & self.newcomers:
+            return self.membership.members  # let them enter first
+        in_step = current - self.newcomers
+        if taking_part <= in_step:
             return proposed
-        remaining = tuple(member for member in proposed if member in in_step)
+        if not urgent and self.stepped >= self.membership.number and taking_part >= current:
+            return proposed  # all members have entered this membership, and leave it for the next at the same step
+        remaining = tuple(member for member in proposed[: self.replicas or None] if member in in_step)
         return proposed if self.settled.isdisjoint(remaining) else remaining
 
     def _next_members(
@@ -419,8 +421,8 @@ class ElasticState:
         """Return who trains from now on: the wanted workers once all of them are ready.
 
         If some of them are new, as many holders of the state stay as it takes for no single crash to lose it. The
-        holders come first, because the end of a long list of members does not take part. Workers that a loss has put
-        off come back also if others are not ready.
+        holders come first, because the end of a long list of members does not take part. Workers that were put off come
+        back also if others are not ready.
         """
         current = tuple(member for member in self.membership.members if member != lost)
         if ready >= set(wanted.workers):

@@ -43,20 +43,24 @@ class JobState:
         self.buffers = ModelBuffers(models)
         self.first_buffers: Tensors = self.buffers.save()
         """The buffers of replica 0 after the last pass: what DDP would broadcast."""
+        self.lent: dict[str, Any] = {}
+        """Tracked states, buffers and contexts that others are given in place of the present ones."""
         self._loaded: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
         """Return all that a new worker must know: references, no copies."""
         progress, replicas = self.progress, self.replicas
+        tracked = self.lent.get("tracked") or {name: each.state_dict() for name, each in self.tracked.items()}
+        contexts = self.lent.get("contexts", replicas.contexts)
         return {
             "progress": [progress.epoch, progress.epoch_step, progress.step, progress.passes],
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "tracked": {name: each.state_dict() for name, each in self.tracked.items()},
-            "buffers": list(self.first_buffers),
+            "tracked": tracked,
+            "buffers": list(self.lent.get("buffers", self.first_buffers)),
             "gradients": [reducer.carried() for reducer in self.reducers],
             "layouts": [self._layout(reducer) for reducer in self.reducers],
-            "contexts": [context.to_bytes(replicas.num_loader_workers) for context in replicas.contexts],
+            "contexts": [context.to_bytes(replicas.num_loader_workers) for context in contexts],
             "adaptation": self.adaptation.state_dict(),
         }
 

@@ -18,7 +18,8 @@ workers do together (a sum of metrics, the end of an epoch) is a pass without tu
 No worker leaves CONFIRMING before all workers have the sums. So after a loss the survivors agree without a copy of the
 state: if all of them have the sums of a pass, or one has gone on, the others go on too; else all do its turns again. The
 program never notices. Deferred updates have no such guarantee: a step whose sums will never come is taken back, its
-outer body runs to its end without effect (TAKEN_BACK), and a survivor that lacks the state fetches it (CATCHING_UP).
+outer body runs to its end without effect (TAKEN_BACK), and a survivor that lacks the state fetches it (CATCHING_UP), if
+the others are not in the middle of a step by then.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Report:
     """The passes it has done; -1 without a state."""
     has_sums: bool = False
     """Whether it also has the sums of the next pass."""
+    in_step: bool = False
+    """Whether it is in the middle of a step, and so has a state with which no other worker can begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class StateMade:
 
 @dataclass(frozen=True, slots=True)
 class StepTakenBack:
-    """Deferred sums of the last pass will never come."""
+    """Deferred sums of the last pass will never come: its step is to be done again from its beginning."""
 
     why: str
 
@@ -232,7 +235,8 @@ def ranks_behind(reports: Sequence[Report]) -> list[int]:
 class PhaseMachine:
     """Decides what a worker does next."""
 
-    def __init__(self, *, elastic: bool) -> None:
+    def __init__(self, *, elastic: bool, keeps_start: bool = False) -> None:
+        """With `keeps_start` the state with which a step began is kept until its first pass counts."""
         self.phase = Phase.JOINING
         self.passes = -1
         """Passes that count; -1 before there is a state."""
@@ -241,8 +245,13 @@ class PhaseMachine:
         self.view_agreed: int | None = None
         self._elastic = elastic
         """Whether a lost worker can be survived."""
-        self._in_pass = self._has_turns = False
-        self._is_lost = False
+        self._keeps_start = keeps_start
+        self._in_pass = self._has_turns = self._in_body = False
+        self._step_began = -1
+        """The passes that counted when the program asked for its present step."""
+        self._deferred_began = -1
+        """The same for the step whose sums were last deferred."""
+        self.is_lost = False
         """Whether a worker was lost while the program ran."""
         self._hosted = 0
         self._slot = 0
@@ -250,7 +259,8 @@ class PhaseMachine:
     @property
     def report(self) -> Report:
         """This worker's report for the next view."""
-        return Report(self.passes, self.has_sums)
+        is_beyond = self.passes > self._step_began >= 0
+        return Report(self.passes, self.has_sums, in_step=is_beyond or (self._in_body and not self._keeps_start))
 
     def handle(self, event: Event) -> Action:
         """Return what to do about `event`."""
@@ -272,19 +282,21 @@ class PhaseMachine:
             case Phase.JOINING | Phase.CHANGING, ViewEntered(reports, hosted):
                 return self._entered(reports, hosted)
             case Phase.CATCHING_UP, StateFetched(passes):
-                self.passes, self.has_sums = passes, False
+                self.passes = self._step_began = passes
+                self.has_sums = False
                 return self._go_on()
             case Phase.PROGRAM, StepAsked():
-                return self._change_view() if self._is_lost or self.view_agreed is not None else RunProgram()
+                self._step_began, self._in_body = self.passes, False
+                return self._change_view() if self.is_lost or self.view_agreed is not None else RunProgram()
             case Phase.TAKEN_BACK, StepAsked():
                 return self._change_view()
             case Phase.PROGRAM, PassBegun(has_turns):
-                self._in_pass, self._has_turns = True, has_turns
-                return self._change_view() if self._is_lost else self._begin_pass()
+                self._in_pass, self._has_turns, self._in_body = True, has_turns, True
+                return self._change_view() if self.is_lost else self._begin_pass()
             case Phase.TAKEN_BACK, PassBegun() | TurnTaken():
                 return RunProgram()
             case Phase.TURNS, TurnTaken():
-                if self._is_lost:
+                if self.is_lost:
                     return self._change_view()
                 self._slot += 1
                 if self._slot < self._hosted:
@@ -313,6 +325,7 @@ class PhaseMachine:
             self.phase = Phase.FAILED
             return Fail(complaint)
         if for_sure or not self._elastic:
+            self._deferred_began = self._step_began
             return self._count_pass()
         self.phase, self.has_sums = Phase.CONFIRMING, True
         return Confirm()
@@ -328,7 +341,7 @@ class PhaseMachine:
             return Fail(why)
         self.view_agreed = None
         if self.phase in (Phase.TURNS, Phase.PROGRAM):
-            self._is_lost = True  # the program comes back first; without that worker there will be no sums
+            self.is_lost = True  # the program comes back first; without that worker there will be no sums
             return RunProgram()
         if self.phase is Phase.TAKEN_BACK:
             return RunProgram()
@@ -338,14 +351,14 @@ class PhaseMachine:
         if not self._elastic:
             self.phase = Phase.FAILED
             return Fail(why)
-        if self.phase is not Phase.TAKEN_BACK:
-            self.passes -= 1
-        self.phase, self._in_pass, self.has_sums, self.view_agreed = Phase.TAKEN_BACK, False, False, None
+        self.passes = self._step_began = self._deferred_began
+        self.phase, self.view_agreed = Phase.TAKEN_BACK, None
+        self._in_pass = self.has_sums = self.is_lost = self._in_body = False
         return RunProgram()
 
     def _change_view(self) -> Action:
-        planned = None if self._is_lost or self.phase is Phase.TAKEN_BACK else self.view_agreed
-        self.phase, self._is_lost, self.view_agreed = Phase.CHANGING, False, None
+        planned = None if self.is_lost or self.phase is Phase.TAKEN_BACK else self.view_agreed
+        self.phase, self.is_lost, self.view_agreed = Phase.CHANGING, False, None
         return EnterView(planned)
 
     def _entered(self, reports: Sequence[Report], hosted: int) -> Action:
@@ -357,12 +370,15 @@ class PhaseMachine:
             return self._count_pass() if self.has_sums and all_have else self._go_on()
         if self.has_sums and self.passes == newest - 1:
             return self._count_pass()  # somebody has gone on, so everybody has the sums
-        if self._in_pass:
+        holders = tuple(rank for rank, report in enumerate(reports) if report.passes == newest)
+        if self._in_pass or any(reports[rank].in_step for rank in holders):
             self.phase = Phase.FAILED
-            why = f"the others are {newest - self.passes} passes ahead of this worker: it has to be replaced"
+            why = (
+                "the others are in the middle of a step that this worker has not begun with them: it has to be replaced"
+            )
             return Fail(why, is_shared=False)
         self.phase = Phase.CATCHING_UP
-        return FetchState(tuple(rank for rank, report in enumerate(reports) if report.passes == newest))
+        return FetchState(holders)
 
     def _go_on(self) -> Action:
         if self._in_pass:

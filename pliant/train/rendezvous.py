@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, cast
 
 import torch
@@ -53,6 +53,8 @@ class MemberReport:
     """Passes that count here; -1 without a state."""
     has_sums: bool
     """Whether the sums of the next pass are here."""
+    in_step: bool
+    """Whether a pass of the present step counts here already."""
     offered_bytes: int
     program: str
     """What must be the same on all workers: replicas, parameters, data."""
@@ -62,8 +64,7 @@ class MemberReport:
     """If true, it waits until every member has the state. If false, it trains on while others fetch from it."""
 
     def to_bytes(self) -> bytes:
-        fields = [self.passes, self.has_sums, self.offered_bytes, self.program, self.fingerprint, self.stays]
-        return json.dumps(fields).encode()
+        return json.dumps(list(astuple(self))).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MemberReport:
@@ -71,7 +72,7 @@ class MemberReport:
 
     @property
     def of_phases(self) -> Report:
-        return Report(self.passes, self.has_sums)
+        return Report(self.passes, self.has_sums, self.in_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +160,13 @@ class ViewRendezvous:
 
         Raises:
             Left: it is no longer part of the job.
-            TrainError: it had just got the state when another worker was lost.
+            MustBeReplaced: it had just got the state when another worker was lost.
         """
         member = self._member
         if member.me in membership.members:
             return
         if self.has_state and member.is_wanted and membership.urgent > member.entered:
-            raise TrainError(
+            raise MustBeReplaced(
                 f"{member.me} had just got the state of the job when another worker was lost: the others are in the middle "
                 "of a step that it cannot join. It ends, and its runner starts another in its place"
             )
@@ -237,7 +238,8 @@ class ViewRendezvous:
         return None
 
     def _report(self, own: Report, offered: int, *, stays: bool) -> MemberReport:
-        return MemberReport(own.passes, own.has_sums, offered, self._program, self._fingerprint.to_json(), stays)
+        fingerprint = self._fingerprint.to_json()
+        return MemberReport(own.passes, own.has_sums, own.in_step, offered, self._program, fingerprint, stays)
 
     def _submit_report(self, engine: Engine, name: str, report: MemberReport) -> Handle | None:
         """Send everybody this worker's report; return None if it is alone."""

@@ -259,6 +259,7 @@ class SyncController:
         self._reducers, self._deferred, self._tuner = reducers, deferred, tuner
         self._now = SyncConfig()
         self._next: SyncConfig | None = None
+        self._never_defers = False
         self._in_flight_bytes = 0
         """The limit that the connections were given last."""
 
@@ -275,11 +276,19 @@ class SyncController:
     def enter_view(self) -> None:
         self._next = None
 
+    def stop_deferring(self) -> None:
+        """Wait for all sums from now on: a step of this program has several passes, and could not be taken back."""
+        if self.may_defer and not self._never_defers:
+            self._never_defers = True
+            self._deferred.warn_once(
+                "sync: a step has several passes: all sums are waited for, so priority cannot help"
+            )
+
     def begin_step(self, engine: Engine) -> None:
         """Begin a step. In a view's first step sums travel by buckets, because new workers do not know better, and the
         order in which parameters are used is observed meanwhile."""
-        config = self._next
-        if config is None and self._tuner.may_defer and engine.size > 1:
+        config = self._next if not self._never_defers else None
+        if config is None and self._tuner.may_defer and engine.size > 1 and not self._never_defers:
             self._deferred.observe()
         if config is not None and config.in_flight_bytes != self._in_flight_bytes:
             self._in_flight_bytes = config.in_flight_bytes

@@ -76,7 +76,7 @@ StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class StepUndo:
-    """The state of the job before a step whose sums have not all arrived."""
+    """The state of the job before a step that may have to be taken back, without what `DeferredUpdates` keeps."""
 
     progress: Progress
     contexts: list[ReplicaContext]
@@ -109,7 +109,7 @@ class Trainer:
         self.state, self.progress, self.replicas = state, state.progress, state.replicas
         self.reducers, self.adaptation, self.averaging = state.reducers, state.adaptation, state.averaging
         self.deferred, self.sync, self.feeder = deferred, sync, feeder
-        self.phases = PhaseMachine(elastic=member.elastic)
+        self.phases = PhaseMachine(elastic=member.elastic, keeps_start=sync.may_defer)
         self.replica_switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
         self.changes = ViewChanges(listeners.view)
         self.turn: Turn | None = None
@@ -150,13 +150,16 @@ class Trainer:
         self._draws_checksum = 0
         self._is_new_view = False
         """Whether nothing was exchanged in this view yet. New workers have not drawn what the others have."""
+        self._step_start: StepUndo | None = None
         self._undo: StepUndo | None = None
+        """What to go back to: the start of the step in progress, and of the step whose sums were last deferred."""
         self._fetched: Handle | None = None
         self._writes_first = False
         """Whether the program changes parameters before the first pass of its steps."""
         self._versions = 0
         self._dealt = -1
-        self._reported_view = -1
+        self._reported_view = self._last_pass_in = -1
+        """The views in which this worker has last reported a step, and in which it has done its last pass."""
         self._left_early = False
         self._joins_late = False
         """Whether the others have run the program's code before this step already. What this worker does there is
@@ -194,7 +197,11 @@ class Trainer:
         elif had_view:
             self._note_draws()
         since_s = (self._step_ended_s or time.monotonic()) if planned is not None else self._lost_s
-        entered = self._rendezvous.enter(planned, self.phases.report)
+        self.state.lent = self._start_to_lend()
+        try:
+            entered = self._rendezvous.enter(planned, self.phases.report)
+        finally:
+            self.state.lent = {}
         if entered.made_state:
             self._handle(StateMade(self.progress.passes))
         reports = tuple(report.of_phases for report in entered.reports)
@@ -287,6 +294,8 @@ class Trainer:
         action = self.phases.handle(event)
         if 0 <= before == self.phases.passes - 1 and not isinstance(event, StateFetched):
             self._count_pass()
+            # A pass that counts when a view is entered was done in the view before.
+            self._last_pass_in = self._member.entered if not isinstance(event, ViewEntered) else -1
         return action
 
     def _await_newcomers(self) -> Action | None:
@@ -306,6 +315,8 @@ class Trainer:
             match action:
                 case RunProgram() | TakeTurn():
                     return action
+                case EnterView() | Exchange() if not self.wait_for_sums():
+                    return RunProgram()  # the step before is taken back
                 case EnterView(planned):
                     action = self._enter_view(planned)
                 case Exchange():
@@ -355,6 +366,8 @@ class Trainer:
             else:
                 self._note_draws()
             self._perform(self._handle(StepAsked()))
+            if self.is_taken_back or self.phases.is_lost:
+                continue
             if self.progress.epoch != epoch:
                 return False  # the others had finished it before they gave us their state
             if self._dealt != self.replicas.times_dealt:
@@ -362,6 +375,7 @@ class Trainer:
             if self.feeder.has_more(self.hosted):
                 self._batches, self._draws = {}, None
                 self._step_contexts = list(self.replicas.contexts)
+                self._remember_start()
                 self.adaptation.begin_epoch()
                 self._run_outer_code(loads=True)
                 self._versions = self._count_writes()
@@ -413,13 +427,13 @@ class Trainer:
             return
         if not self._passes_in_step:
             self._pass_over(Outcome.PASSED_OVER)
-        if self.adaptation.has_decided and not self.wait_for_sums():
+        if self.is_taken_back or (self.adaptation.has_decided and not self.wait_for_sums()):
             return  # decisions wait until the step surely counts
         self._batches, self._first_batch, self._passes_in_step, self._kept = {}, None, 0, {}
         self.progress.step += 1
         self.progress.epoch_step += 1
-        if self._reported_view < 0 or self._reported_view != self._member.entered:
-            # Reported for every membership: the server forgets it for workers that were not members for a while.
+        if self._reported_view != self._last_pass_in == self._member.entered:
+            # Reported for every membership: new members can enter after that.
             self._reported_view = self._member.entered
             self._member.settled(after_step=True)
             reclaim_state(self._member)  # all members have done a step, so all have the state
@@ -495,6 +509,7 @@ class Trainer:
         self._left_early = False
         if self._passes_in_step:
             self._note_draws()
+            self.sync.stop_deferring()
         else:
             self._draws = self._draws_so_far()
             self._writes_first = self._writes_first or self._count_writes() != self._versions
@@ -616,7 +631,8 @@ class Trainer:
         self._outer = None
         self.state.first_buffers = self.state.buffers.save()
         self._perform(self._handle(PassBegun(has_turns=False)), exchange)
-        self._run_outer_code()
+        if not self.is_taken_back:
+            self._run_outer_code()
 
     # --- what travels with a pass ---
 
@@ -659,7 +675,7 @@ class Trainer:
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:
-            self._remember_step()
+            self._undo = self._step_start
             self.sync.defer_updates(awaited)
         return self._handle(SumsArrived(for_sure=alone or awaited is not None))
 
@@ -797,13 +813,23 @@ class Trainer:
             reducer.fill_missing()
         return self._handle(StepTakenBack(str(error)))
 
-    def _remember_step(self) -> None:
-        """Remember the state before a step whose sums have not all arrived."""
+    def _remember_start(self) -> None:
+        """Remember the state before a step that may have to be taken back."""
+        if not (self.sync.may_defer and self._member.elastic):
+            return
         adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
         tracked = {name: copy.deepcopy(each.state_dict()) for name, each in self.state.tracked.items()}
-        self._undo = StepUndo(
+        self._step_start = StepUndo(
             replace(self.progress), self.replicas.contexts, self.state.first_buffers, adaptation, tracked
         )
+
+    def _start_to_lend(self) -> dict[str, Any]:
+        """Return in what the state with which the step in progress began differs from the present one, if others can
+        begin with it: the program may have changed tracked objects before the first pass."""
+        start = self._step_start
+        if self._step is None or start is None or start.progress.passes != self.phases.passes:
+            return {}
+        return {"tracked": start.tracked, "buffers": start.first_buffers, "contexts": start.contexts}
 
     def _undo_step(self) -> None:
         """Go back to the state before the step that was taken back."""
@@ -837,7 +863,7 @@ class Trainer:
         if self._joins_late or not self.wait_for_sums():
             return alone()  # the others do not take part: here the program runs without effect
         self._perform(self._handle(PassBegun(has_turns=False)), exchange)
-        return answers[-1]
+        return answers[-1] if not self.is_taken_back else alone()
 
     @property
     def in_step(self) -> bool:

@@ -43,6 +43,7 @@ def after(*requests: ViewRequest | WorkerNotice) -> ElasticState:
 
 
 TWO = (put(A0, A1), ReadyNotice(A0), ReadyNotice(A1))
+SETTLED = (*TWO, SettledNotice(A0, 4, 1), SettledNotice(A1, 4, 1))
 
 
 def test_the_first_membership_waits_for_all() -> None:
@@ -147,7 +148,7 @@ def test_an_unwanted_worker_is_refused(before: tuple[ViewRequest | WorkerNotice,
 
 
 def test_who_has_the_state_stays_until_a_newcomer_has_it() -> None:
-    alone = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4))
+    alone = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4, 1))
     both = alone.after(put(A0, A1)).after(ReadyNotice(A1))
     assert both.membership.members == (A0, A1)
     wished = both.after(put(A1))
@@ -156,16 +157,16 @@ def test_who_has_the_state_stays_until_a_newcomer_has_it() -> None:
 
 
 def test_a_full_replacement_keeps_two_holders_until_two_others_have_the_state() -> None:
-    old = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 4), SettledNotice(A1, 4))
+    old = after(*SETTLED)
     moved = old.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3))
     assert moved.membership.members == (A0, A1, A2, A3)
     assert moved.after(LossNotice(A0)).membership.members == (A1,), "no single crash loses the state"
-    assert moved.after(SettledNotice(A2, 4)).membership.members == (A0, A2, A3)
+    assert moved.after(SettledNotice(A2, 4)).membership.members == (A0, A1, A2, A3)
     assert moved.after(SettledNotice(A2, 4)).after(SettledNotice(A3, 4)).membership.members == (A2, A3)
-    narrow = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 2), SettledNotice(A1, 2))
-    assert narrow.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3)).membership.members == (A0, A2, A3), (
-        "room for one"
-    )
+    narrow = after(*TWO, SettledNotice(A0, 2, 1), SettledNotice(A1, 2, 1))
+    alone = narrow.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3))
+    assert alone.membership.members == (A0,), "who leaves and may be lost meanwhile goes before others come"
+    assert alone.after(SettledNotice(A0, 2, 2)).membership.members == (A0, A2, A3), "room for one"
 
 
 def test_a_shrink_keeps_nobody() -> None:
@@ -175,15 +176,14 @@ def test_a_shrink_keeps_nobody() -> None:
 
 
 def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
-    both = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4), put(A0, A1), ReadyNotice(A1))
+    both = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4, 1), put(A0, A1), ReadyNotice(A1))
     assert both.after(LeaveNotice(A0)).membership.members == (A0, A1)
     assert both.after(LeaveNotice(A0)).after(SettledNotice(A1, 4)).membership.members == (A1,)
 
 
-# --- new members after a loss ---
+# --- new members ---
 
 
-SETTLED = (*TWO, SettledNotice(A0, 4, 1), SettledNotice(A1, 4, 1))
 THREE = (*SETTLED, AddWorker(A2), ReadyNotice(A2))
 
 
@@ -217,8 +217,9 @@ def test_one_that_becomes_ready_after_a_loss_waits_for_the_step_too() -> None:
 
 def test_those_that_were_put_off_do_not_wait_for_a_replacement_that_starts() -> None:
     state = after(*THREE, LossNotice(A1), AddWorker(A3))
-    assert state.after(SettledNotice(A0, 4, 3)).membership.members == (A0, A2)
-    assert state.after(SettledNotice(A0, 4, 3)).after(ReadyNotice(A3)).membership.members == (A0, A2, A3)
+    back = state.after(SettledNotice(A0, 4, 3))
+    assert back.membership.members == (A0, A2)
+    assert back.after(ReadyNotice(A3)).after(SettledNotice(A2, 4, 4)).membership.members == (A0, A2, A3)
     gone = state.after(RemoveWorker(A2)).after(SettledNotice(A0, 4, 3))
     assert (gone.membership.members, gone.newcomers) == ((A0,), frozenset())
 
@@ -247,10 +248,22 @@ def test_a_second_loss_before_the_step_is_done_puts_them_off_again() -> None:
     assert state.after(LossNotice(A0)).membership.members == (A3,), "with nobody left it begins anew"
 
 
-def test_a_reset_forgets_the_loss() -> None:
-    state = after(*THREE, LossNotice(A1), ResetView(), put(A0, A1), ReadyNotice(A0), ReadyNotice(A1))
-    joined = state.after(SettledNotice(A0)).after(AddWorker(A2)).after(ReadyNotice(A2))
-    assert joined.membership.members == (A0, A1, A2)
+def test_new_members_wait_for_a_step_in_the_present_membership() -> None:
+    """Else some workers could be in that step already, while others go straight on to the next membership."""
+    started = after(*TWO, SettledNotice(A0, 4), AddWorker(A2), ReadyNotice(A2))
+    assert started.membership.members == (A0, A1)
+    assert started.after(SettledNotice(A1, 4, 1)).membership.members == (A0, A1, A2)
+    joining = after(*THREE, AddWorker(A3), ReadyNotice(A3), RemoveWorker(A0))
+    assert joining.membership.members == (A0, A1, A2), "A2 has yet to enter it"
+    left = joining.after(SettledNotice(A2, 4))
+    assert left.membership.members == (A1, A2), "who has the state may go on"
+    assert joining.after(SettledNotice(A2, 4, 2)).membership.members == (A1, A2), "first those who leave, then the new"
+    assert left.after(SettledNotice(A2, 4, 3)).membership.members == (A1, A2, A3)
+    assert joining.after(FinishNotice()).membership.over
+    shrunk = after(*SETTLED, RemoveWorker(A1), AddWorker(A2), ReadyNotice(A2))
+    assert shrunk.membership == Membership(2, (A0,), wanted=2)
+    assert shrunk.after(SettledNotice(A0, 4, 1)).membership.members == (A0,)
+    assert shrunk.after(SettledNotice(A0, 4, 2)).membership.members == (A0, A2)
 
 
 def test_of_two_that_have_lost_each_other_the_first_to_say_so_stays() -> None:
@@ -364,8 +377,6 @@ def test_whatever_happens_no_new_member_enters_a_step_that_is_done_again(
 
 
 def check_walk(state: ElasticState, requests: list[ViewRequest | WorkerNotice]) -> None:
-    in_step: set[Worker] = set()
-    """Those who can be in the step that is done again after the last loss."""
     for request in requests:
         before = state
         try:
@@ -376,14 +387,13 @@ def check_walk(state: ElasticState, requests: list[ViewRequest | WorkerNotice]) 
         taking_part = members[: state.replicas or None]
         assert state.settled <= set(taking_part)
         assert state.newcomers <= state.ready - state.settled
-        is_held = state.membership.urgent > state.stepped
-        if state.membership.urgent > before.membership.urgent:
-            in_step = set(before.membership.members[: before.replicas or None]) - before.newcomers
+        if state.membership.number > before.membership.number:
+            is_held = state.membership.urgent > before.membership.urgent or state.stepped < before.membership.number
+            in_step = set(before.membership.members[: state.replicas or None]) - (before.newcomers - state.settled)
+            assert not is_held or not state.settled or set(taking_part) <= in_step
         if not state.settled:
             assert not state.newcomers, "with no state there is nothing to be new to"
-        elif is_held and state.membership.number > before.membership.number:
-            assert set(members) <= (in_step if before.settled else set(members))
-        elif not is_held and not state.membership.over and state.ready.issuperset(state.wanted.workers):
+        elif state.stepped == state.membership.number and state.ready.issuperset(state.wanted.workers):
             assert set(members) >= set(state.wanted.workers), "everybody who was put off is back"
 
 
