@@ -136,17 +136,21 @@ class Stage:
         assert self.step == step, f"{self.step} instead of {step} steps, exits {[a.exit_code for a in self.actors]}"
 
     def change(self, workers: Sequence[Worker], timeout_s: float = 60) -> None:
-        """Want these workers; come back when their first step together is done, which is the next or the one after."""
-        before = set(self.client.membership().members)
+        """Want these workers; come back when their first step together is done, which is one of the next few."""
+        now = self.client.membership()
+        before = set(now.members)
         self.open_gate(self.step)
         self.want(workers)
-        self.until(lambda: set(workers) <= set(self.client.membership().members), timeout_s)
-        # Some of the old may have to stay until the new have the state, which takes a step or two.
+        if now.members != tuple(workers):
+            self.until(lambda: self.client.membership().number > now.number, timeout_s)
+        # Those who leave go a step before the new ones come, or stay until these have the state.
         for _ in range(6):
             roll = self.client.membership()
             standing = [worker for worker in roll.members if worker in before] if self.step else []
             self.until(lambda r=roll, s=standing: self._are_prepared(s, r.number), timeout_s)  # type: ignore[misc]
             self.advance(self.step + 1, timeout_s)
+            if self.view == roll.number:
+                self.until(lambda: set(workers) <= set(self.client.membership().members), timeout_s)
             roll = self.client.membership()
             if roll.members == tuple(workers) and self.view == roll.number:
                 return

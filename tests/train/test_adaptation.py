@@ -11,7 +11,7 @@ import pytest
 import torch
 from gang import gang
 from golden import KEPT, RankSteps, Step, run_ddp
-from programs import build, digest, may_have_children, one_batch, seed_all
+from programs import build, digest, loading_of, may_have_children, note_nothing, one_batch, one_step, seed_all
 from stage import ALL, new_workers, spec_of, staged, view_of
 from subject import Task, compare
 from torch.nn.parallel import DistributedDataParallel
@@ -144,23 +144,22 @@ def _ours(
     policy = Scripted(changes, more, rank)
     options = {**options, "policies": [policy] if changes or more else []}
     with pliant.join(replicas=REPLICAS, seed=program.seed, **options) as job:
-        model, _, loader = job.wrap(
-            program.model, program.optimizers, program.dataset, **program.wrapping, **program.loading
-        )
+        model, _ = job.wrap(program.model, program.optimizers, **program.wrapping)
+        loader = job.loader(program.dataset, **loading_of(program))
         if program.scheduler is not None:
             job.track("scheduler", program.scheduler)
-        assert job._trainer is not None
-        trainer = job._trainer
 
         def committed(event: StepCommitted) -> None:
-            trainer.wait_for_sums()
-            found[event.step] = digest(program, job.committed_buffers)
+            assert job._trainer is not None
+            assert job._trainer.wait_for_sums()
+            found[event.step] = digest(program, program.model.buffers())
 
         job.on_commit(committed)
         for _ in job.epochs(EPOCHS):
-            for batch in loader:
-                one_batch(program, model, batch, job.no_sync, lambda loss, samples: None)
-        strategy = trainer.engine.strategy.name if trainer.engine is not None else ""
+            for step in loader:
+                one_step(program, model, step, job.no_sync, note_nothing)
+        assert job._trainer is not None
+        strategy = job._trainer.engine.strategy.name if job._trainer.engine is not None else ""
     return [found[step] for step in sorted(found)], strategy
 
 
@@ -263,12 +262,14 @@ def test_a_refused_batch_takes_its_learning_rate_along() -> None:
     with pliant.join(replicas=2, policies=[TooMuch()]) as job:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = job.wrap(model, optimizer, torch.randn(40, 2), batch_size=4, drop_last=True)
+        model, optimizer = job.wrap(model, optimizer)
+        loader = job.loader(torch.randn(40, 2), batch_size=4, drop_last=True)
         for _ in job.epochs(1):
-            for batch in loader:
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
+            for step in loader:
+                for batch in step:
+                    model(batch).square().mean().backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 job.report(epoch=1.0, loss=2.0)
         assert job.batch_size == 4
         assert job.observation is not None

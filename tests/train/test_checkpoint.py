@@ -17,6 +17,7 @@ from safetensors import safe_open
 from test_state_tree import assert_same
 from torch import nn
 
+import pliant
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import checkpoint_file
 from pliant.train.checkpoint import Checkpoint, CheckpointWriter, load_checkpoint, newest_checkpoint
@@ -235,6 +236,40 @@ def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
         (tmp_path / "damaged").write_bytes(raw)
         with pytest.raises(CheckpointError, match="damaged"):
             load_checkpoint(tmp_path / "damaged")
+
+
+def train_after(checkpoint: Path | None) -> tuple[list[int], list[torch.Tensor], float]:
+    """The program that wrote job-0.1.safetensors after its fifth step, under version 0.1, in the loop of two levels."""
+    torch.manual_seed(5)
+    data = torch.rand(24, 4)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    numbers = []
+    with pliant.join(replicas=3) as job:
+        job.wrap(model, optimizer)
+        loader = job.loader(data, batch_size=2)
+        job.track("scheduler", scheduler)
+        if checkpoint is not None:
+            job.load(str(checkpoint))
+        for _ in job.epochs(2):
+            for step in loader:
+                numbers.append(step.number)
+                for x in step:
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    return numbers, [*model.parameters(), *model.buffers()], scheduler.get_last_lr()[0]
+
+
+def test_a_job_goes_on_from_a_checkpoint_of_version_0_1(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers, expected, rate = train_after(None)
+    found_numbers, found, found_rate = train_after(Path(__file__).parent / "job-0.1.safetensors")
+    assert (numbers, found_numbers, rate) == (list(range(8)), [5, 6, 7], found_rate)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert "at step 5" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pliant.train.exchange import (
     apply_changes,
     encode_changes,
 )
+from pliant.train.step import TURN_BYTES, Turn, TurnRow
 from pliant.train.sync import StepMeasurement, SyncConfig
 
 BLOCKS = (2, 1, 3)
@@ -66,8 +68,17 @@ class World:
     def train(self, new: Sequence[ReplicaContext]) -> tuple[str, bool]:
         """One step after which the replicas' contexts are these; the name of the rows, and whether they were enough."""
         said = [
-            StepMessage(self.step, 40 + rank, SyncConfig(), StepMeasurement(), bytes([rank] * 5))
-            for rank in range(len(self.rows))
+            StepMessage(
+                self.step,
+                40 + rank,
+                SyncConfig(),
+                StepMeasurement(),
+                bytes([rank] * 5),
+                [Turn(replica, slot, False, models=1 + replica).pack() for slot, replica in enumerate(each._hosted)],
+                draws=rank,
+                checksum=2**64 - 1 - rank,
+            )
+            for rank, each in enumerate(self.rows)
         ]
         [name] = {each.name for each in self.rows}
         mine = [{replica: new[replica] for replica in each._hosted} for each in self.rows]
@@ -79,9 +90,9 @@ class World:
         for each, own, known in zip(self.rows, mine, self.known, strict=True):
             heard, whole = each.read(table, own, known, 5)
             complete.add(whole)
-            assert [(one.step, one.prepared, one.figures) for one in heard] == [
-                (one.step, one.prepared, one.figures) for one in said
-            ]
+            assert [replace(one, fits=True) for one in heard] == said
+            turns = [TurnRow.from_bytes(row).models for one in heard for row in one.turns]
+            assert turns == list(range(1, 1 + sum(self.blocks)))
         if complete == {False}:
             rest = [bytes(each.pack_contexts(own).numpy()) for each, own in zip(self.rows, mine, strict=True)]
             for each, own in zip(self.rows, mine, strict=True):
@@ -121,10 +132,10 @@ def test_whole_contexts_are_told_when_they_have_changed(blocks: tuple[int, ...])
 def test_changes_take_little_room() -> None:
     world = World((1,) * 6)
     own = {0: world.drawing({})[0]}
-    said = StepMessage(0, 0, SyncConfig(), StepMeasurement(), b"")
+    said = StepMessage(0, 0, SyncConfig(), StepMeasurement(), b"", [Turn(0, 0, True).pack()])
     whole = world.rows[0].pack(said, own, world.known[0])
     world.train(world.drawing({}))
-    assert len(world.rows[0].pack(said, own, world.known[0])) < 300 < 10_000 < len(whole)
+    assert len(world.rows[0].pack(said, own, world.known[0])) < 300 + TURN_BYTES < 10_000 < len(whole)
 
 
 def test_a_change_for_another_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from pliant.errors import TrainError
 from pliant.train import loader_process
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
-from pliant.train.feeder import ReplicaLoader
+from pliant.train.feeder import NumberFeeder, ReplicaLoader
 from pliant.train.loader_process import pack_shared, receive_shared, send_shared
 from pliant.train.sampling import LoaderOptions, num_batches
 
@@ -136,7 +136,7 @@ def ours(num_replicas: int, options: LoaderOptions, hosts: int = 1) -> Replicas:
             for host, feeder in enumerate(feeders):
                 mine = [v for v in streams if v * hosts // num_replicas == host]
                 feeder.host({v: streams[v] for v in mine})
-                while feeder.remaining(mine[0]):
+                while feeder.has_more(mine):
                     for replica in mine:
                         take(feeder, replica, told)
                 with pytest.raises(StopIteration):
@@ -214,7 +214,7 @@ def moving(options: LoaderOptions) -> Replicas:
                 if attempt == 0 and step % 3 == 2:
                     told.worlds, told.got = before
             streams = carried({v: feeder.stream(v) for v, feeder in homes.items()}, options.num_workers)
-            if homes[0].remaining(0) == 0:
+            if not homes[0].has_more([0]):
                 streams = {v: stream.next_epoch(options) for v, stream in streams.items()}
     return told
 
@@ -422,3 +422,33 @@ def test_replicas_elsewhere_and_in_other_epochs_are_refused() -> None:
             feeder.next(0)
         with pytest.raises(TrainError, match="different epochs"):
             feeder.host({0: DataPosition(), 1: DataPosition(epoch=1)})
+
+
+def test_the_order_of_an_epoch_can_be_chosen() -> None:
+    """As `DistributedSampler.set_epoch`: other samples, the same number of batches, and the position goes on."""
+    options = LoaderOptions(batch_size=5)
+    found = []
+    for order_epoch, epoch in ((None, 3), (3, 0), (None, 0)):
+        with ReplicaLoader(Augmented(), options, 2) as feeder:
+            feeder.order_epoch = order_epoch
+            feeder.host({1: DataPosition(epoch=epoch)})
+            got = []
+            while feeder.has_more([1]):
+                got.append(feeder.next(1)[:, 0])
+            assert feeder.stream(1).epoch == epoch
+            found.append(torch.cat(got))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+def test_a_program_that_makes_its_own_batches_gets_the_replicas_number() -> None:
+    feeder = NumberFeeder(3)
+    feeder.host({2: DataPosition(), 3: DataPosition(batch=1)})
+    assert [feeder.next(2), feeder.next(3), feeder.next(2), feeder.next(3)] == [2, 3, 2, 3]
+    assert (feeder.stream(2).batch, feeder.stream(3).batch, feeder.next_size(2)) == (2, 3, 1)
+    assert feeder.has_more([2])
+    assert not feeder.has_more([3])
+    moved = NumberFeeder(3)
+    moved.host({2: feeder.stream(2)})
+    assert moved.next(2) == 2
+    assert not moved.has_more([2])

@@ -82,7 +82,7 @@ def _worker(
     optimizer = make_optimizer(model.parameters())
     placed = even_blocks(replicas, engine.size)
     begin = sum(placed[: engine.rank])
-    gradients = GradientReducer(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
+    gradients = GradientReducer(list(model.named_parameters()), replicas, find_unused=True)
     deferred = DeferredUpdates(
         gradients.parameters, gradients.names, can_undo=False, notify=print, optimizers=[optimizer]
     )

@@ -11,8 +11,10 @@ from golden import golden
 from stage import new_workers, staged
 from subject import Fault, Task, compare
 
+from pliant.cluster import Membership, Worker
+from pliant.errors import MustBeReplaced
 from pliant.train import rendezvous
-from pliant.train.rendezvous import MemberReport, ViewRendezvous, _holders
+from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -38,20 +40,19 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
     """The table of who takes part: the first holder, and all who lack the state, unless somebody trains on meanwhile."""
     asked: list[tuple[str, int]] = []
 
-    def report(step: int, stays: bool = True) -> MemberReport:
-        return MemberReport(step, 100, "program", {}, stays)
+    def report(passes: int, stays: bool = True, has_sums: bool = False) -> MemberReport:
+        return MemberReport(passes, has_sums, False, 100, "program", {}, stays)
 
     def decide(reports: list[MemberReport], rank: int) -> str:
         engine = mock.Mock(rank=rank, size=len(reports))
         way = ViewRendezvous.__new__(ViewRendezvous)
-        way._member, way._trainer, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
-        way._state = mock.Mock()
+        way._member, way._state, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
         asked.clear()
         with (
             mock.patch.object(rendezvous, "relay_state", lambda *args: asked.append(("relay", args[1]))),
             mock.patch.object(rendezvous, "fetch_state", lambda *args: asked.append(("fetch", len(args[1])))),
         ):
-            way._obtain_state(engine, reports, _holders(reports))
+            way.share_state(EnteredView(engine, reports, None, False))
         return asked[0][0] if asked else ""
 
     start = [report(0), report(-1), report(-1), report(-1)]
@@ -62,3 +63,32 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
     assert [decide(two_have_it, rank) for rank in range(5)] == ["relay", "relay", "relay", "", "relay"]
     trains_on = [report(5, stays=False), report(-1), report(-1), report(-1)]
     assert [decide(trains_on, rank) for rank in range(4)] == ["", "fetch", "fetch", "fetch"]
+    goes_on_itself = [report(5), report(4, has_sums=True), report(-1)]
+    assert [decide(goes_on_itself, rank) for rank in range(3)] == ["", "", "fetch"]
+
+
+def test_who_is_not_a_member_any_more_stands_by_leaves_or_is_replaced() -> None:
+    me, other = Worker("10.0.0.1", 10000), Worker("10.0.0.1", 10001)
+    way = ViewRendezvous.__new__(ViewRendezvous)
+
+    def decide(membership: Membership, *, has_state: bool, is_wanted: bool, was_listed: bool = True) -> None:
+        way._member = mock.Mock(me=me, is_wanted=is_wanted, entered=3)
+        way.has_state, way._was_listed = has_state, was_listed
+        way._check_dropped(membership)
+
+    lost, resized = Membership(5, (other,), urgent=5), Membership(5, (other,), urgent=2)
+    decide(lost, has_state=False, is_wanted=True)
+    decide(resized, has_state=False, is_wanted=False, was_listed=False)
+    decide(Membership(5, (other, me), urgent=5), has_state=True, is_wanted=True)
+    with pytest.raises(MustBeReplaced, match=r"10\.0\.0\.1:10000 had just got the state .* its runner starts another"):
+        decide(lost, has_state=True, is_wanted=True)
+    for has_state in (True, False):
+        with pytest.raises(Left):
+            decide(lost, has_state=has_state, is_wanted=False)
+    with pytest.raises(Left):
+        decide(resized, has_state=True, is_wanted=True)
+
+
+def test_a_report_travels() -> None:
+    report = MemberReport(7, True, False, 123, "3 replicas", {"cpu": "x"}, True)
+    assert MemberReport.from_bytes(report.to_bytes().ljust(8192)) == report

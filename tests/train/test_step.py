@@ -1,0 +1,98 @@
+"""What all workers learn of a turn, what they complain about, and the means of what was logged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pliant.errors import TrainError
+from pliant.train.step import MAX_FIGURES, TURN_BYTES, Outcome, Step, Turn, TurnRow, complaint_about, means_of
+
+
+def row(outcome: Outcome = Outcome.SUMMED, models: int = 1, **figures: float) -> TurnRow:
+    return TurnRow(outcome, models if outcome is Outcome.SUMMED else 0, False, figures)
+
+
+NAMES = st.text("abcdefgh_", min_size=1, max_size=8)
+VALUES = st.floats(allow_nan=False) | st.just(math.inf)
+
+
+@given(st.sampled_from(Outcome), st.integers(0, 2**32 - 1), st.dictionaries(NAMES, VALUES, max_size=MAX_FIGURES))
+def test_a_turn_travels_in_a_fixed_room(outcome: Outcome, models: int, figures: dict[str, float]) -> None:
+    turn = Turn(3, 1, False, outcome, models)
+    turn.log(figures)
+    assert len(turn.pack()) == TURN_BYTES
+    assert TurnRow.from_bytes(turn.pack()) == TurnRow(outcome, models, False, figures)
+
+
+def test_figures_are_numbers_or_tensors_with_one_element() -> None:
+    turn = Turn(0, 0, True, kept={"noise": 1})
+    weight = torch.ones(1, requires_grad=True)
+    turn.log({"loss": (weight * 2).sum(), "seen": 7, "ok": True, "half": torch.tensor([0.5], dtype=torch.bfloat16)})
+    assert not turn.figures["loss"].requires_grad, "its graph would be kept"
+    found = TurnRow.from_bytes(turn.pack())
+    assert (found.figures, found.keeps) == ({"loss": 2.0, "seen": 7.0, "ok": 1.0, "half": 0.5}, True)
+    for value in ("much", torch.ones(2), None):
+        turn = Turn(0, 0, True)
+        turn.log({"bad": value})
+        with pytest.raises(TrainError, match=r"step\.log\(bad=.*a number, or a tensor with one element"):
+            turn.pack()
+
+
+def test_what_has_no_room_is_refused_where_it_is_logged() -> None:
+    with pytest.raises(TrainError, match=f"9 figures .* but {MAX_FIGURES} travel"):
+        Turn(0, 0, True).log({f"f{number}": 1.0 for number in range(9)})
+    with pytest.raises(TrainError, match="more than 96 bytes"):
+        Turn(0, 0, True).log({"x" * 97: 1.0})
+
+
+SUMMED, SKIPPED, NOTHING = row(), row(Outcome.SKIPPED), row(Outcome.NOTHING)
+OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([SUMMED, SUMMED], ""),
+        ([SUMMED, SKIPPED], ""),
+        ([SKIPPED, SKIPPED], ""),
+        ([OVER, OVER], ""),
+        ([EMPTY, EMPTY], ""),
+        ([row(loss=1.0), SKIPPED, row(loss=2.0)], ""),
+        ([SUMMED, NOTHING], "replica 1 ended its turn of step 7 without a backward()"),
+        ([OVER, SUMMED], "replica 0 left step 7 without a loop over it (continue or break), but replica 1 did not"),
+        ([SUMMED, EMPTY], "replica 1 has no more data at step 7, but replica 0 did not"),
+        ([row(models=1), SKIPPED, row(models=2)], "the backward of replica 2 in step 7 reached other models"),
+        ([row(loss=1.0), row(lose=1.0)], "replicas 0 and 1 logged different figures in step 7"),
+        ([row(loss=1.0), row()], "replicas 0 and 1 logged different figures in step 7"),
+    ],
+)
+def test_complaints_name_the_replica_and_the_step(rows: list[TurnRow], says: str) -> None:
+    found = complaint_about(rows, 7)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
+
+
+def test_means_are_added_in_the_order_of_replicas() -> None:
+    assert means_of([row(loss=1.0, seen=2.0), row(Outcome.SKIPPED), row(loss=2.0, seen=4.0)]) == {
+        "loss": 1.5,
+        "seen": 3.0,
+    }
+    assert means_of([SKIPPED, SUMMED]) == {}
+    values = [1.0, 1e16, -1e16]
+    assert means_of([row(loss=value) for value in values]) == {"loss": 0.0}
+    assert means_of([row(loss=value) for value in reversed(values)]) == {"loss": 1 / 3}, "the order matters"
+
+
+def test_a_figure_that_was_not_logged_is_named_with_those_that_were() -> None:
+    step = Step(None, 3, 0, 3)  # type: ignore[arg-type]
+    with pytest.raises(TrainError, match=r"step\['loss'\]: .* nothing \(figures are known after the loop"):
+        step["loss"]
+    step.means |= {"lose": 1.0, "seen": 2.0}
+    assert step["seen"] == 2.0
+    with pytest.raises(TrainError, match="have logged lose, seen"):
+        step["loss"]
