@@ -12,7 +12,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -59,6 +59,11 @@ class StateNamespace:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).clear()
         vars(self).update(state)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __repr__(self) -> str:
         return "state(" + ", ".join(f"{name}={value!r}" for name, value in vars(self).items()) + ")"

@@ -261,7 +261,7 @@ def train_after(checkpoint: Path | None) -> tuple[list[int], list[torch.Tensor],
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-    return numbers, [*model.parameters(), *model.buffers()], scheduler.get_last_lr()[0]
+    return numbers, [*model.parameters(), *model.buffers()], float(scheduler.get_last_lr()[0])
 
 
 def test_a_job_goes_on_from_a_checkpoint_of_version_0_1(capsys: pytest.CaptureFixture[str]) -> None:

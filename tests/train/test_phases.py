@@ -413,8 +413,8 @@ class Walk:
         machine, passes = walker.machine, walker.machine.passes
         if machine.phase is Phase.TAKEN_BACK:
             walker.in_step = False
-            odd = self.chance.random() < 0.3
-            self.handle(walker, self.chance.choice([PassBegun(), TurnTaken()]) if odd else StepAsked())
+            odd: phases.Event = PassBegun() if self.chance.random() < 0.5 else TurnTaken()
+            self.handle(walker, odd if self.chance.random() < 0.3 else StepAsked())
         elif machine.phase is Phase.TURNS:
             self.handle(walker, TurnTaken())  # a loss was noticed in this turn
         elif passes >= len(self.program):

@@ -13,8 +13,8 @@ from pliant.errors import TrainError
 from pliant.train.step import MAX_FIGURES, TURN_BYTES, Outcome, Step, Turn, TurnRow, complaint_about, means_of
 
 
-def row(outcome: Outcome = Outcome.SUMMED, models: int = 1, **figures: float) -> TurnRow:
-    return TurnRow(outcome, models if outcome is Outcome.SUMMED else 0, False, figures)
+def row(outcome: Outcome = Outcome.SUMMED, models: int = 1, had_gradients: int = 0, **figures: float) -> TurnRow:
+    return TurnRow(outcome, models if outcome is Outcome.SUMMED else 0, had_gradients, False, figures)
 
 
 NAMES = st.text("abcdefgh_", min_size=1, max_size=8)
@@ -23,10 +23,10 @@ VALUES = st.floats(allow_nan=False) | st.just(math.inf)
 
 @given(st.sampled_from(Outcome), st.integers(0, 2**32 - 1), st.dictionaries(NAMES, VALUES, max_size=MAX_FIGURES))
 def test_a_turn_travels_in_a_fixed_room(outcome: Outcome, models: int, figures: dict[str, float]) -> None:
-    turn = Turn(3, 1, False, outcome, models)
+    turn = Turn(3, 1, False, outcome, models, models // 2)
     turn.log(figures)
     assert len(turn.pack()) == TURN_BYTES
-    assert TurnRow.from_bytes(turn.pack()) == TurnRow(outcome, models, False, figures)
+    assert TurnRow.from_bytes(turn.pack()) == TurnRow(outcome, models, models // 2, False, figures)
 
 
 def test_figures_are_numbers_or_tensors_with_one_element() -> None:
@@ -67,6 +67,8 @@ OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
         ([OVER, SUMMED], "replica 0 left step 7 without a loop over it (continue or break), but replica 1 did not"),
         ([SUMMED, EMPTY], "replica 1 has no more data at step 7, but replica 0 did not"),
         ([row(models=1), SKIPPED, row(models=2)], "the backward of replica 2 in step 7 reached other models"),
+        ([row(had_gradients=1), SKIPPED, row(had_gradients=3)], ""),
+        ([row(had_gradients=1), row()], "the replicas 0 and 1 differ in step 7 in whether they add to gradients"),
         ([row(loss=1.0), row(lose=1.0)], "replicas 0 and 1 logged different figures in step 7"),
         ([row(loss=1.0), row()], "replicas 0 and 1 logged different figures in step 7"),
     ],
