@@ -144,7 +144,7 @@ class Stage:
         if now.members != tuple(workers):
             self.until(lambda: self.client.membership().number > now.number, timeout_s)
         # Those who leave go a step before the new ones come, or stay until these have the state.
-        for _ in range(6):
+        for _ in range(10):
             roll = self.client.membership()
             standing = [worker for worker in roll.members if worker in before] if self.step else []
             self.until(lambda r=roll, s=standing: self._are_prepared(s, r.number), timeout_s)  # type: ignore[misc]

@@ -15,7 +15,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
 from pliant.errors import TrainError
 from pliant.train.context import RngState, seeded_rng
-from pliant.train.evaluation import Evaluation
+from pliant.train.evaluation import ShardedEvaluation
 from pliant.train.replicas import place_replicas
 
 SHARDS = 6
@@ -53,7 +53,7 @@ class Shares:
 
 
 def evaluate(shares: Shares, data: torch.Tensor = DATA) -> dict[str, float]:
-    evaluation = Evaluation(shares, data, {"batch_size": 2})  # type: ignore[arg-type]
+    evaluation = ShardedEvaluation(shares, data, {"batch_size": 2})  # type: ignore[arg-type]
     for batch in evaluation:
         assert evaluation.is_running
         evaluation.add({"total": batch.sum(), "seen": len(batch)})
@@ -123,7 +123,7 @@ def test_shards_of_a_lost_worker_are_dealt_to_the_others(rank: int) -> None:
 def test_shards_without_samples_and_wrong_figures() -> None:
     with loopback_engines(["here"]) as [engine]:
         assert evaluate(Shares(engine), DATA[:2])["seen"] == 2.0
-        evaluation = Evaluation(Shares(engine), DATA, {"batch_size": 5})  # type: ignore[arg-type]
+        evaluation = ShardedEvaluation(Shares(engine), DATA, {"batch_size": 5})  # type: ignore[arg-type]
         batches = iter(evaluation)
         evaluation.add({"scores": next(batches)})
         with pytest.raises(TrainError, match=r"job\.total\(scores=.*a number, or a tensor with one element"):

@@ -37,6 +37,7 @@ from pliant.train.phases import (
     FetchState,
     Leave,
     PassBegun,
+    PeerLost,
     Phase,
     PhaseMachine,
     ProgramEnded,
@@ -50,7 +51,6 @@ from pliant.train.phases import (
     TakeTurn,
     TurnTaken,
     ViewEntered,
-    PeerLost,
     ranks_behind,
 )
 
