@@ -9,33 +9,29 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 _ARG_START, _ARG_END = 45, 46
 """Fields of /proc/PID/stat after the name, from 0: where the command line begins and ends."""
 
 
-def program_words() -> list[str]:
-    """Return the program of this process and its arguments: `["train.py", "--lr", "0.1"]`."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    name = spec.name.removesuffix(".__main__") if spec is not None else sys.argv[0] or "python"
-    return [name, *sys.argv[1:]]
+def program_name() -> str:
+    """Return the program of this process as it was typed: `train.py`, or `package.train`."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec is not None else sys.argv[0] or "python"
 
 
-def make_title(words: Sequence[str], rank: int, room: int) -> str:
-    """Return `train.py --lr 0.1 [pliant rank 0]` in at most `room` bytes; the arguments are cut first."""
-    suffix = f" [pliant rank {rank}]"
-    program, arguments = words[0], "".join(f" {word}" for word in words[1:])
-    left = room - len(os.fsencode(program + suffix))
-    if len(os.fsencode(arguments)) > left:
-        arguments = os.fsdecode(os.fsencode(arguments)[: max(0, left - 3)]) + "..." if left > 3 else ""
-    return os.fsdecode(os.fsencode(program + arguments + suffix)[:room])
+def make_title(program: str, rank: int, room: int) -> bytes:
+    """Return `train.py [pliant rank 0]` in at most `room` bytes; what is too long is cut at its beginning.
+
+    Arguments are left out: `nvidia-smi` shows about 30 characters, the last ones.
+    """
+    title = os.fsencode(f"{program} [pliant rank {rank}]")
+    return title if len(title) <= room else title[len(title) - room :]
 
 
-def show_as(words: Sequence[str], rank: int) -> None:
-    """Show this process as the program `words` of this rank. Does nothing where the kernel does not let it."""
+def show_as(program: str, rank: int) -> None:
+    """Show this process as the worker of this rank that runs `program`. Does nothing where the kernel does not let it."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -43,6 +39,6 @@ def show_as(words: Sequence[str], rank: int) -> None:
         if 0 < begin < end:
             # The last byte stays 0: otherwise the kernel would look for the end in the environment.
             room = end - begin - 1
-            ctypes.memmove(begin, os.fsencode(make_title(words, rank, room)).ljust(room, b"\0"), room)
+            ctypes.memmove(begin, make_title(program, rank, room).ljust(room, b"\0"), room)
         with open("/proc/self/comm", "wb") as name:
-            name.write(os.fsencode(os.path.basename(words[0]))[:15])
+            name.write(os.fsencode(os.path.basename(program))[:15])

@@ -75,7 +75,7 @@ def serve(requests: socket.socket) -> list[str] | None:
                 requests.close()
                 _settle(request["environ"], descriptors, request["inherited"])
                 argv = [str(word) for word in request["argv"]]
-                show_as(argv[1:] if argv[0] == "-m" else argv, _rank())
+                show_as(argv[1] if argv[0] == "-m" else argv[0], _rank())
                 return argv
         for descriptor in descriptors:
             os.close(descriptor)

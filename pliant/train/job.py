@@ -32,7 +32,7 @@ from pliant.adapt import Observation, Policy
 from pliant.elastic.member import open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
 from pliant.identity import WorkerSpec, report_joined, worker_spec
-from pliant.process_title import program_words, show_as
+from pliant.process_title import program_name, show_as
 from pliant.train import determinism, obstacles, trace
 from pliant.train.adaptation import adaptation_settings
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
@@ -104,7 +104,7 @@ def join(
         started_as = spec.view.rank_of(spec.worker)
         report_joined(spec)
         report_uncaught(lambda: job.rank if job is not None else started_as)
-        show_as(program_words(), started_as)
+        show_as(program_name(), started_as)
     except NotLaunched:
         spec = None
     if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
@@ -129,7 +129,7 @@ def join(
         def show_rank(event: StepCommitted) -> None:
             if event.rank != shown[0]:
                 shown[0] = event.rank
-                show_as(program_words(), event.rank)
+                show_as(program_name(), event.rank)
 
         job.on_commit(show_rank)
     return job
