@@ -84,15 +84,12 @@ class EnteredView:
     """Those of all workers; after a planned change only this worker's own."""
     announces: bool
     """Whether this worker tells about the change."""
+    was_planned: bool
+    """Whether all workers of the last view had agreed on it; else one of them was lost, or the job begins."""
     started_job: bool = False
     """Whether the job has started in this view."""
     made_state: bool = False
     """Whether this worker has made the state that it starts with."""
-
-    @property
-    def had_state(self) -> bool:
-        """Whether nobody had to fetch the state."""
-        return not ranks_behind([report.of_phases for report in self.reports])
 
 
 class ViewRendezvous:
@@ -202,7 +199,7 @@ class ViewRendezvous:
                 reports = self._wait_for_reports(self._submit_report(engine, "begin", report), report)
             first = _holders(reports)[0]
             self._check(reports, first, engine)
-        return EnteredView(engine, reports, engine.rank == first, started_job, made_state)
+        return EnteredView(engine, reports, engine.rank == first, planned, started_job, made_state)
 
     def share_state(self, view: EnteredView) -> None:
         """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""

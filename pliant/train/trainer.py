@@ -209,7 +209,7 @@ class Trainer:
         placement = self._place(entered.engine)
         arrived = ViewEntered(reports, len(placement.hosted))
         try:
-            if planned is None and entered.engine.rank in behind:
+            if entered.engine.rank in behind:
                 action = self._handle(arrived)
                 if isinstance(action, FetchState):
                     self._rendezvous.share_state(entered)
@@ -223,14 +223,14 @@ class Trainer:
         self._fetched = self._rendezvous.report_fetched(entered)
         if not had_view:
             self._joins_late = not entered.started_job or self.progress.epoch_step > 0
-        self._use_view(entered, placement, planned is not None)
+        self._use_view(entered, placement)
         if had_view:
-            self.changes.begin(since_s, old_size, planned is None)
+            self.changes.begin(since_s, old_size, not entered.was_planned)
         if self.turn is None and isinstance(action, RunProgram):
             self._run_outer_code(loads=self._is_before_pass)
             if draws is not None and self._outer is not None:
                 restore_rng(draws.apply(self._outer), self._device)
-            if behind or (planned is not None and self._writes_first):
+            if behind or (entered.was_planned and self._writes_first):
                 # The program may change what new workers read.
                 return self._await_newcomers() or action
         return action
@@ -244,7 +244,7 @@ class Trainer:
         size = engine.view.size
         return place_replicas(size if self._follows_view else self.replicas.count, size, engine.rank, self._blocks)
 
-    def _use_view(self, entered: EnteredView, placement: Placement, planned: bool) -> None:
+    def _use_view(self, entered: EnteredView, placement: Placement) -> None:
         """Use this engine from now on, and host the replicas that its view places here."""
         changed, engine = self.engine is not None and self.engine is not entered.engine, entered.engine
         self.engine, self.announces = engine, entered.announces
@@ -264,7 +264,7 @@ class Trainer:
         self._guard.enter_view()
         self._first_batch, self._batches, self._dealt = None, {}, -1
         self._is_new_view = True
-        if entered.made_state or not planned:
+        if not entered.was_planned:
             self._member.settled()
 
     def _deal_to_view(self) -> None:
