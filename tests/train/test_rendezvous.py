@@ -52,7 +52,7 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
             mock.patch.object(rendezvous, "relay_state", lambda *args: asked.append(("relay", args[1]))),
             mock.patch.object(rendezvous, "fetch_state", lambda *args: asked.append(("fetch", len(args[1])))),
         ):
-            way.share_state(EnteredView(engine, reports, announces=False))
+            way.share_state(EnteredView(engine, reports, announces=False, was_planned=False))
         return asked[0][0] if asked else ""
 
     start = [report(0), report(-1), report(-1), report(-1)]
