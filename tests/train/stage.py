@@ -149,8 +149,8 @@ class Stage:
             standing = [worker for worker in roll.members if worker in before] if self.step else []
             self.until(lambda r=roll, s=standing: self._are_prepared(s, r.number), timeout_s)  # type: ignore[misc]
             self.advance(self.step + 1, timeout_s)
-            if self.view == roll.number:
-                self.until(lambda: set(workers) <= set(self.client.membership().members), timeout_s)
+            if self.view == roll.number and roll.members != tuple(workers):
+                self.until(lambda r=roll: self.client.membership().number > r.number, timeout_s)  # type: ignore[misc]
             roll = self.client.membership()
             if roll.members == tuple(workers) and self.view == roll.number:
                 return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pliant.errors import ConfigError
+from pliant.train.deferred import DeferredUpdates
 from pliant.train.sync import (
     BASELINE_BYTES,
     IN_FLIGHT_SHARE,
@@ -23,6 +25,7 @@ from pliant.train.sync import (
     SYNC_OPTIONS,
     StepMeasurement,
     SyncConfig,
+    SyncController,
     SyncTuner,
     check_sync_options,
     pack_sync,
@@ -259,3 +262,27 @@ def test_a_choice_and_its_reasons_travel(mode: str) -> None:
     data = pack_sync(config, measured)
     assert len(data) == SYNC_BYTES
     assert unpack_sync(data) == (config, measured)
+
+
+@pytest.mark.parametrize("asked", ["priority", "fifo"])
+def test_a_program_with_several_passes_per_step_waits_for_all_sums(asked: str) -> None:
+    """A step that has done one of its passes could not be taken back."""
+    said: list[str] = []
+    reducer, engine = mock.Mock(), mock.Mock(size=2)
+    deferred = DeferredUpdates([], [], can_undo=True, notify=said.append)
+    controller = SyncController([reducer], deferred, SyncTuner(asked, None, None, said.append))
+
+    def mode() -> str:
+        controller.begin_step(engine)
+        return str(reducer.plan_step.call_args.args[0].mode)
+
+    assert mode() == "fifo", "the first step of a view"
+    controller.apply_decision(SyncConfig(asked), [StepMeasurement()], rank=0)
+    assert mode() == asked
+    controller.stop_deferring()
+    controller.stop_deferring()
+    assert mode() == "fifo"
+    controller.apply_decision(SyncConfig(asked), [StepMeasurement()], rank=0)
+    assert mode() == "fifo", "for good"
+    assert controller.may_defer == (asked == "priority"), "new workers do not know it yet, and act on this"
+    assert len(said) == (asked == "priority")
