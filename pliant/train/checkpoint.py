@@ -242,7 +242,7 @@ def set_initial_state(
         return
     if had_state:
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
-    state.first_buffers = state.buffers.save()
+    state.use_first_buffers(state.buffers.save())
     own = b"" if state.sync_buffers else bytes(state.buffers.pack(state.first_buffers).numpy())
     state.progress.set(first)
     begin = DataPosition(first.epoch, first.epoch_step)

@@ -105,7 +105,10 @@ class RngState:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RngState) and self.to_bytes() == other.to_bytes()
+        if not isinstance(other, RngState) or (self.cuda is None) != (other.cuda is None):
+            return False
+        same = self.python == other.python and self.numpy == other.numpy and torch.equal(self.torch, other.torch)
+        return same and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
 
     def __hash__(self) -> int:
         return hash(self.to_bytes())

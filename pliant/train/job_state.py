@@ -41,11 +41,32 @@ class JobState:
         """Whether the bucket layout outlives a view. If not, a new view begins with L1, as a restarted DDP would."""
         self.sync_buffers = sync_buffers
         self.buffers = ModelBuffers(models)
-        self.first_buffers: Tensors = self.buffers.save()
-        """The buffers of replica 0 after the last pass: what DDP would broadcast."""
+        self._first_buffers: Tensors = self.buffers.save()
+        self._are_in_models = False
+        """Whether the models have the buffers of replica 0, and the program may change them there."""
         self.lent: dict[str, Any] = {}
         """Tracked states, buffers and contexts that others are given in place of the present ones."""
         self._loaded: dict[str, Any] | None = None
+
+    @property
+    def first_buffers(self) -> Tensors:
+        """Copies of the buffers of replica 0: what DDP would broadcast."""
+        if self._are_in_models:
+            self._first_buffers = self.buffers.save()
+        return self._first_buffers
+
+    def use_first_buffers(self, found: Tensors, *, are_in_models: bool = False) -> None:
+        self._first_buffers, self._are_in_models = found, are_in_models
+
+    def show_first_buffers(self) -> None:
+        """Give the models the buffers of replica 0. From now on the program may change them there."""
+        if not self._are_in_models:
+            self.buffers.load(self._first_buffers)
+            self._are_in_models = True
+
+    def keep_first_buffers(self) -> None:
+        """Keep the buffers of replica 0 as they are now: turns, or an evaluation, will change those of the models."""
+        self.use_first_buffers(self.first_buffers)
 
     def read(self) -> dict[str, Any]:
         """Return all that a new worker must know: references, no copies."""
@@ -89,10 +110,10 @@ class JobState:
             optimizer.load_state_dict(saved)
         for name, saved in state["tracked"].items():
             self.tracked[name].load_state_dict(saved)
-        self.first_buffers = [
-            saved.to(own.device) for saved, own in zip(state["buffers"], self.first_buffers, strict=True)
-        ]
-        self.buffers.load(self.first_buffers)
+        own = self._first_buffers
+        found = [saved.to(each.device) for saved, each in zip(state["buffers"], own, strict=True)]
+        self.use_first_buffers(found)
+        self.buffers.load(found)
         if self.averaging is not None:
             self.averaging.before_load(state["progress"][2])
         replicas = self.replicas

@@ -514,7 +514,7 @@ class Trainer:
             self._draws = self._draws_so_far()
             self._writes_first = self._writes_first or self._count_writes() != self._versions
         self._outer = None
-        self.state.first_buffers = self.state.buffers.save()  # the program may have changed them
+        self.state.keep_first_buffers()
         is_pending = self.deferred.will_be_cleared
         if not is_pending:
             self.wait_for_sums()
@@ -629,7 +629,7 @@ class Trainer:
         if outcome is Outcome.PASSED_OVER:
             self._draws = self._draws_so_far()
         self._outer = None
-        self.state.first_buffers = self.state.buffers.save()
+        self.state.keep_first_buffers()
         self._perform(self._handle(PassBegun(has_turns=False)), exchange)
         if not self.is_taken_back:
             self._run_outer_code()
@@ -748,7 +748,7 @@ class Trainer:
             contexts[replica] = context
         self.replicas.contexts = contexts
         if new.new_buffers is not None:
-            self.state.first_buffers = new.new_buffers
+            self.state.use_first_buffers(new.new_buffers, are_in_models=self.hosted == range(1))
         for number, order in self._orders.items():
             self.reducers[number].rebuild(order)
         self._orders = {}
@@ -769,7 +769,7 @@ class Trainer:
         first = self.hosted[0]
         random = self.replicas.contexts[first].random
         restore_rng(random, self._device)
-        self.state.buffers.load(self.state.first_buffers)
+        self.state.show_first_buffers()
         if loads:
             if self._dealt != self.replicas.times_dealt:
                 self._host()
@@ -836,7 +836,8 @@ class Trainer:
         undo, self._undo = self._undo, None
         assert undo is not None, "it was remembered"
         self.progress.set(undo.progress)
-        self.replicas.contexts, self.state.first_buffers = undo.contexts, undo.first_buffers
+        self.replicas.contexts = undo.contexts
+        self.state.use_first_buffers(undo.first_buffers)
         if undo.adaptation:
             self.adaptation.load_state_dict(undo.adaptation)
         self.deferred.undo_step()
@@ -885,6 +886,7 @@ class Trainer:
         self.settle()
         self.wait_for_sums()
         self._note_draws()
+        self.state.keep_first_buffers()
         self._outer = None
         if self._is_before_pass:
             self._first_batch, self._dealt = None, -1  # the batches of this step are loaded afterwards

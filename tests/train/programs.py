@@ -517,6 +517,14 @@ def _evaluated(program: Program) -> float:
     return loss
 
 
+def _fade(program: Program) -> float:
+    """Change a buffer in the body of the outer loop."""
+    for module in program.model.modules():
+        if isinstance(module, Centered):
+            module.mean.mul_(0.5)
+    return 0.0
+
+
 def _dawdle(model: nn.Module) -> None:
     """Sleep now and then in backward, in every process at other moments."""
     chance = random.Random(os.getpid())
@@ -557,6 +565,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "dawdling-long": functools.partial(_conv, length=200, batch_size=2, change=_dawdle),
     "dawdling": functools.partial(_conv, change=_dawdle),
     "own-buffers": functools.partial(_conv, sync_buffers=False),
+    "fading": functools.partial(_conv, look=_fade),
     "kept-gradients": functools.partial(_conv, clears_every=2, set_to_none=False),
     "kept-and-cleared-first": functools.partial(_conv, clears_every=3, clears_first=True),
     "two-passes": functools.partial(_conv, passes=2),
