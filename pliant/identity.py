@@ -45,8 +45,45 @@ def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs.items()))
 
 
+def parse_verify(text: str, flag: str = "--verify") -> int | None:
+    """Parse the number of steps between two comparisons of the workers: 0 for `off`, and None for an empty text.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text in ("", "off"):
+        return 0 if text else None
+    if re.fullmatch(r"[0-9]{1,9}", text) is None or int(text) < 1:
+        raise ConfigError(f"{flag} {text!r}: use a number of steps, 1 or more, or off")
+    return int(text)
+
+
+def format_verify(steps: int | None) -> str:
+    return "" if steps is None else str(steps or "off")
+
+
 def format_schedule(schedule: Iterable[tuple[int, int]]) -> str:
     return ",".join(f"{step}:{size}" for step, size in schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """What the workers of one run of `pliant check` have to do."""
+
+    folder: str
+    """Where they write the digests of each step."""
+    steps: int
+    """The job ends after so many steps."""
+    grow_at: int = 0
+    """After so many steps there will be `grow_to` workers; 0: never."""
+    grow_to: int = 0
+
+    def to_text(self) -> str:
+        return json.dumps([getattr(self, each.name) for each in fields(self)])
+
+    @classmethod
+    def from_text(cls, text: str) -> CheckSettings:
+        return cls(*json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +116,8 @@ class WorkerSpec:
     """Whether the job follows the membership of the config server: workers may come and go."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
+    verify: int | None = None
+    """Steps between two comparisons of the workers; 0: none; None: what the program says."""
     checkpoint_dir: str = ""
     """Where checkpoints go; empty means none."""
     checkpoint_every: int = 0
@@ -89,6 +128,8 @@ class WorkerSpec:
     """(step, number of workers): what to ask for once that many steps are done."""
     adapting: Mapping[str, str] = field(default_factory=dict)
     """The command line's settings of monitors, policies, record, replay, metrics and tensorboard, as typed."""
+    check: CheckSettings | None = None
+    """For a run of `pliant check`."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -104,7 +145,7 @@ class WorkerSpec:
         return environ
 
 
-_OMITTED_IF_EMPTY = ("listen_fd", "join_fd", "tls_cert", "tls_key", "token")
+_OMITTED_IF_EMPTY = ("check", "listen_fd", "join_fd", "tls_cert", "tls_key", "token")
 _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     "worker": (str, Worker.parse),
     "view": (lambda view: json.dumps(view.to_json()), lambda text: View.from_json(json.loads(text))),
@@ -112,9 +153,11 @@ _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     **dict.fromkeys(("listen_fd", "join_fd"), (lambda number: "" if number is None else str(number), int)),
     "heartbeat_timeout_s": (repr, float),
     "elastic": (lambda elastic: str(int(elastic)), lambda text: text == "1"),
+    "verify": (format_verify, parse_verify),
     "checkpoint_every": (str, int),
     "resize_schedule": (format_schedule, parse_schedule),
     "adapting": (lambda settings: json.dumps(dict(settings)), json.loads),
+    "check": (lambda settings: settings.to_text() if settings else "", CheckSettings.from_text),
 }
 """How fields of a WorkerSpec that are not text are written and read."""
 

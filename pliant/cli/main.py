@@ -24,7 +24,7 @@ from pliant.cli.output import JsonCommand
 from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
-    "run", "remote_install", "resize", "config_server",
+    "run", "check", "remote_install", "resize", "config_server",
     "dash", "top", "fed", "report", "serve", "submit", "jobs", "plan", "sim", "doctor",
 )  # fmt: skip
 PLUGIN_GROUP = "pliant.commands"

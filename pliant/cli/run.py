@@ -28,7 +28,7 @@ from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError, reason
-from pliant.identity import DEFAULT_STRATEGY, parse_schedule
+from pliant.identity import DEFAULT_STRATEGY, CheckSettings, parse_schedule, parse_verify
 
 if TYPE_CHECKING:
     from pliant.jobs.schema import TrainJob
@@ -89,6 +89,7 @@ class RunArguments:
     checkpoint_every: Annotated[str, _state("--checkpoint-every", "STEPS", "Steps between checkpoints.")] = "0"
     resume: Annotated[str, _state("--resume", "auto|PATH", "Begin with the newest checkpoint, or with this one.", completion.one_of("auto"))] = ""
     determinism: Annotated[str, _state("--determinism", "D0|D1|D2", "D0: bits hold until workers change; D1 (default): on any like workers; D2: on unlike machines.", completion.one_of("D0", "D1", "D2"))] = ""
+    verify: Annotated[str, _state("--verify", "STEPS|off", "Compare the workers' states every STEPS steps; default 100.", completion.one_of("off"))] = ""
 
     policy: Annotated[list[str] | None, _adapt("--policy", "NAME[:K=V,...]", "Adapt by this policy, or module:Class; repeatable.", completion.policies)] = None
     monitor: Annotated[str, _adapt("--monitor", "NAME=STEPS,...", "Measure noise_scale or variance every STEPS steps.")] = ""
@@ -122,6 +123,7 @@ class RunArguments:
     debug_port: Annotated[str, _hidden("--debug-port", "PORT", "Serve the runner's state as JSON.")] = "0"
     delay: Annotated[str, _hidden("--delay", "TIME", "Wait before starting.")] = "0"
     start_time: Annotated[str, _hidden("--t0", "UNIX", "When the job began; workers find it in PLIANT_JOB_START.")] = ""
+    check: Annotated[str, _hidden("--check", "JSON", "")] = ""
     # fmt: on
 
     def to_options(self, program: Sequence[str]) -> RunOptions:
@@ -154,11 +156,13 @@ class RunArguments:
             plain=self.plain,
             warm=self.warm,
             determinism=self.determinism.upper(),
+            verify=parse_verify(self.verify.lower()),
             checkpoint_dir=_absolute(self.checkpoint_dir),
             checkpoint_every=parse_int(self.checkpoint_every, "--checkpoint-every"),
             resume=self.resume if self.resume == "auto" else _absolute(self.resume),
             resize_schedule=parse_schedule(self.resize_schedule),
             adapting=self._adaptation(),
+            check=CheckSettings.from_text(self.check) if self.check else None,
             max_restarts=parse_int(self.max_restarts, "--max-restarts"),
             independent=self.independent,
             config_server=self.config_server,

@@ -19,12 +19,13 @@ from pliant.errors import ConfigError
 from pliant.fed import artifact
 from pliant.fed.jobfile import KEYS as FEDERATED_KEYS
 from pliant.fed.jobfile import FederatedJob, check_files, read_federated
+from pliant.identity import parse_verify
 from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
 TEXTS = frozenset({
-    "kind", "name", "program", "args", "command", "devices", "determinism", "env", "hosts", "policy", "monitor", "flags",
+    "kind", "name", "program", "args", "command", "devices", "determinism", "verify", "env", "hosts", "policy", "monitor", "flags",
 })  # fmt: skip
 """Keys of a train job whose scalars are taken as they are written: YAML would make 8 of 010, and False of no."""
 PATHS = ("checkpoint_dir", "record", "logdir")
@@ -66,6 +67,8 @@ class TrainJob(BaseModel):
     """Whether the job may have several device types at a time."""
     determinism: Literal["", "D0", "D1", "D2"] = ""
     """Determinism level; empty: what the program says."""
+    verify: str = ""
+    """Steps between two comparisons of the workers' states, or off; empty: what the program says."""
     priority: int = 0
     """Jobs of higher priority get devices first."""
     env: dict[str, str] = {}
@@ -101,6 +104,15 @@ class TrainJob(BaseModel):
         if not os.path.isabs(path) or "\0" in path:
             raise ValueError(f"{path!r} is not an absolute path")
         return path
+
+    @field_validator("verify")
+    @classmethod
+    def _check_verify(cls, verify: str) -> str:
+        try:
+            parse_verify(verify, "verify")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return verify
 
     @field_validator("args", "policy", "flags")
     @classmethod
@@ -147,7 +159,7 @@ class TrainJob(BaseModel):
     def run_flags(self) -> list[str]:
         """Return the flags of `pliant run` that the job file asks for, without workers and hosts."""
         flags = {
-            "--determinism": self.determinism, "--checkpoint-dir": self.checkpoint_dir,
+            "--determinism": self.determinism, "--verify": self.verify, "--checkpoint-dir": self.checkpoint_dir,
             "--checkpoint-every": self.checkpoint_every if self.checkpoint_dir else "", "--monitor": self.monitor,
             "--record": self.record, "--logdir": self.logdir,
         }  # fmt: skip

@@ -24,7 +24,7 @@ from pliant.adapt.registry import check as check_policy
 from pliant.child import JOB_MARK
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker, check_port, place
 from pliant.errors import CapacityError, ConfigError
-from pliant.identity import DEFAULT_STRATEGY, WorkerSpec, format_schedule
+from pliant.identity import DEFAULT_STRATEGY, CheckSettings, WorkerSpec, format_schedule, format_verify
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
 
 LEVELS = ("D0", "D1", "D2")
@@ -77,6 +77,8 @@ class RunOptions:
     """In watch mode, stay after the local workers have finished."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
+    verify: int | None = None
+    """Steps between two comparisons of the workers; 0: none; None leaves it to the program."""
     checkpoint_dir: str = ""
     """Where checkpoints go, as an absolute path; empty means none."""
     checkpoint_every: int = 0
@@ -86,6 +88,8 @@ class RunOptions:
     """(step, number of workers): what the job asks for by itself; such a job is watched."""
     adapting: Mapping[str, str] = field(default_factory=dict)
     """Monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones are left out."""
+    check: CheckSettings | None = None
+    """For a run of `pliant check`."""
     max_restarts: int = 100
     independent: bool = False
     """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
@@ -299,6 +303,7 @@ class LaunchPlan:
             "-strategy": self.options.strategy,
             "-w": self.options.watch,
             "--determinism": self.options.determinism,
+            "--verify": format_verify(self.options.verify),
             "--resize-schedule": format_schedule(self.options.resize_schedule),
         }
 
@@ -334,11 +339,13 @@ class LaunchPlan:
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
             determinism=options.determinism,
+            verify=options.verify,
             checkpoint_dir=options.checkpoint_dir,
             checkpoint_every=options.checkpoint_every,
             resume=options.resume,
             resize_schedule=options.resize_schedule,
             adapting=options.adapting,
+            check=options.check,
         )
 
     def worker_environ(self, environ: Mapping[str, str], spec: WorkerSpec, *, slot: int, mark: str) -> dict[str, str]:

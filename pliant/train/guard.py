@@ -1,29 +1,27 @@
 """The guard: workers compare checksums of the whole state, so that no difference between them goes unnoticed.
 
-Parameters, optimizer states, tracked objects and the contexts of all replicas must be the same on every worker. A checksum
-has 64 bits and travels with the other messages of a step. Where checksums differ, the workers compare tensor by tensor,
-and the job ends with an error that names the first one.
+Parameters, buffers, optimizer states, tracked objects and the contexts of all replicas must be the same on every worker
+when the turns of a step begin. One checksum of 64 bits travels with the other messages of the step. If checksums differ,
+the workers compare part by part, and the job ends with an error that names the first part that differs.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
-
+from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.train.job_state import JobState
+from pliant.train.state_parts import SHA256, Part, checksum_of, digests_of, parts_of
 
 EVERY = 100
 """The number of steps between two comparisons."""
-_MASK = 2**64 - 1
-_PRIME = 0x9E3779B97F4A7C15
 CAUSES = (
-    "the usual causes: a learning rate or a decision from a counter of one's own (use step.number or job.state), random "
-    "numbers that only some workers draw, state that the job does not know (job.track), or damaged memory"
+    "The usual causes: a learning rate or a decision from a counter of one's own (use step.number or job.state), random "
+    "numbers or updates on some workers only, an object with state that the job does not know (job.track), or damaged "
+    "memory. `pliant check` finds the first step that differs"
 )
 
 
@@ -33,91 +31,65 @@ class Guard:
     def __init__(self, state: JobState, every: int = EVERY) -> None:
         """Compare every so many steps, and in the first step of each view; 0: never."""
         self._state, self._every = state, every
-        self._is_due = self._is_new_view = False
+        self._is_new_view = False
+        self._equal_at: int | None = None
+        """The step of the last comparison."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._every > 0
 
     def enter_view(self) -> None:
         self._is_new_view = True
 
-    def begin_step(self, step: int) -> None:
-        """Find out whether this step compares. All workers come to the same answer."""
-        self._is_due = self._every > 0 and (self._is_new_view or step % self._every == 0)
-        self._is_new_view = False
+    def is_due(self, step: int, num_workers: int) -> bool:
+        """Return whether the workers compare in this step: the same answer on all of them. Models that are averaged
+        differ by design."""
+        if not self.is_on or num_workers == 1 or self._state.averaging is not None:
+            return False
+        return self._is_new_view or step % self._every == 0
 
     def checksum(self) -> int:
-        """Return the checksum of the state, if this step compares; else 0."""
-        if not self._is_due or self._state.averaging is not None:
-            return 0
-        total = 0
-        for name, checksum in checksums(self._state):
-            total = (total * _PRIME + checksum + zlib.crc32(name.encode())) & _MASK
-        return total or 1
+        """Return a checksum of the state; never 0."""
+        return checksum_of(self._parts())
+
+    def _parts(self) -> Iterator[Part]:
+        return parts_of(self._state, self._state.first_buffers)
 
     def compare(self, engine: Engine, found: Sequence[int], step: int) -> str:
-        """Return what is wrong if the checksums differ; empty if they do not. Every worker calls this."""
-        if len(set(found)) <= 1:
+        """Return what is wrong if the checksums differ; empty if they do not. Every worker calls this.
+
+        Raises:
+            CommError: a worker is lost.
+        """
+        if not any(found):
             return ""
-        own = list(checksums(self._state))
-        rows = [json.loads(row) for row in engine.all_gather_bytes("guard", json.dumps(own).encode())]
-        workers = engine.view.workers
-        for place, (name, _) in enumerate(rows[0]):
-            values = [tuple(row[place]) if place < len(row) else None for row in rows]
-            if len(set(values)) > 1:
-                other = next(rank for rank, value in enumerate(values) if value != values[0])
-                return (
-                    f"the workers differ before step {step}: {name} is not the same on {workers[0]} and {workers[other]}; "
-                    f"{CAUSES}"
-                )
-        return (
-            f"the workers differ before step {step} in what they keep: {len(rows[0])} things on {workers[0]}; {CAUSES}"
-        )
+        if len(set(found)) == 1:
+            self._is_new_view, self._equal_at = False, step
+            return ""
+        own = json.dumps(digests_of(self._parts())).encode()
+        rows = [json.loads(row) for row in engine.all_gather_bytes("guard", own)]
+        return describe_difference(rows, engine.view.workers, step, self._equal_at)
 
 
-def checksums(state: JobState) -> Iterator[tuple[str, int]]:
-    """Yield the name and the checksum of each part of the state, in a fixed order."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    values: list[tuple[str, Any]] = []
-    for number, model in enumerate(state.models):
-        prefix = f"model {number} " if len(state.models) > 1 else ""
-        tensors += [(prefix + name, parameter.detach()) for name, parameter in model.named_parameters()]
-    for number, optimizer in enumerate(state.optimizers):
-        _collect(f"optimizer {number}", optimizer.state_dict(), tensors, values)
-    for name, thing in state.tracked.items():
-        _collect(name, thing.state_dict(), tensors, values)
-    for name, tensor in tensors:
-        yield name, checksum_of(tensor)
-    for name, value in values:
-        yield name, zlib.crc32(repr(value).encode())
-    for replica, context in enumerate(state.replicas.contexts):
-        data = context.to_bytes(state.replicas.num_loader_workers)
-        yield f"the random state and data position of replica {replica}", zlib.crc32(data)
-
-
-def _collect(name: str, value: Any, tensors: list[tuple[str, torch.Tensor]], values: list[tuple[str, Any]]) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append((name, value))
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            _collect(f"{name} {key}", each, tensors, values)
-    elif isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            _collect(f"{name} {place}", each, tensors, values)
-    elif value is None or isinstance(value, bool | int | float | str | bytes):
-        values.append((name, value))
-
-
-def checksum_of(tensor: torch.Tensor) -> int:
-    """Return a checksum of 64 bits of the tensor's bits."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.numel() == 0:
-        return 0
-    data = flat.view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    total = 0
-    if whole:
-        words = data[:whole].view(torch.int64)
-        half = words.numel() // 2
-        # Wrapping sums of both halves: equal bits give equal sums, in any order of summation.
-        total = int(words[:half].sum()) * 3 + int(words[half:].sum())
-    for byte in data[whole:].tolist():
-        total = total * 257 + byte
-    return total & _MASK
+def describe_difference(
+    rows: Sequence[dict[str, str]], workers: Sequence[Worker], step: int, equal_at: int | None
+) -> str:
+    """Return a message with the first part that differs and the workers that differ in it. `rows` are the digests of
+    each worker's parts by name."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    differing = [name for name in names if len({row.get(name) for row in rows}) > 1]
+    since = f" At step {equal_at} they were equal." if equal_at is not None else ""
+    head = f"step {step}: the workers do not have the same state."
+    if not differing:  # damaged memory, read twice
+        return f"{head} Their checksums differ, but no longer part by part: look for damaged memory.{since}"
+    values = [row.get(differing[0], "not there") for row in rows]
+    usual = Counter(values).most_common(1)[0][0]
+    strange = next(value for value in values if value != usual)
+    shown = "" if usual.startswith(SHA256) or strange.startswith(SHA256) else f" ({strange} instead of {usual})"
+    odd = [f"{worker} (rank {rank})" for rank, worker in enumerate(workers) if values[rank] != usual]
+    ours = [f"{worker} (rank {rank})" for rank, worker in enumerate(workers) if values[rank] == usual]
+    rest = f" and {len(ours) - 1} more" if len(ours) > 1 else ""
+    more = f", and {len(differing) - 1} more of {len(names)} parts" if len(differing) > 1 else ""
+    verb = "differs" if len(odd) == 1 else "differ"
+    return f"{head} {', '.join(odd)} {verb} from {ours[0]}{rest} in: {differing[0]}{shown}{more}.{since} {CAUSES}"

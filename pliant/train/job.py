@@ -36,6 +36,7 @@ from pliant.process_title import program_name, show_as
 from pliant.train import determinism, obstacles, trace
 from pliant.train.adaptation import adaptation_settings
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
+from pliant.train.checking import StepDigests
 from pliant.train.context import restore_rng, seeded_rng
 from pliant.train.evaluation import ShardedEvaluation
 from pliant.train.events import Listeners, StepCommitted, ViewChange
@@ -95,8 +96,8 @@ def join(
             need.
         record: a file to append the facts of the run to. Its decisions can be replayed.
         replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
-        verify: compare the workers' states every so many steps, and after each change of workers; 0 never. If None, what
-            `pliant run --verify` says, or 100.
+        verify: compare the states of all workers every so many steps, and in the first step after each change of
+            workers; 0: never. 100 by default. `pliant run --verify` overrides it.
     """
     job: Job | None = None
     try:
@@ -109,6 +110,10 @@ def join(
         spec = None
     if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
+    if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int) or verify < 0):
+        raise ConfigError(f"verify={verify!r}: use a number of steps, or 0 for never")
+    if spec is not None and spec.verify is not None:
+        verify = spec.verify
     level = _level(determinism, spec)
     check_sync_options(sync, slice_bytes, in_flight_bytes)
     settings = JobSettings(
@@ -465,6 +470,9 @@ class Job:
                 self._listeners, self._stack, self._request_workers, self._notify, self._notify_first
             )
             self._parts = assemble(self._member, self._spec, self._settings, self._declared, services)
+            if self._spec is not None and self._spec.check is not None:
+                replicas, trainer = self._settings.replicas, self._parts.trainer
+                self.on_commit(StepDigests(self, trainer, self._spec.worker, self._spec.check, replicas, self._finish))
             self._member.start()
             self._parts.trainer.join()
             trace.begin(self.rank)

@@ -67,7 +67,9 @@ class ModelBuffers:
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         # Searched once: walking through the modules of a large model costs more than copying its buffers.
-        self._places = [(module._buffers, name) for module, name in _buffer_owners(models)]
+        owners = _buffer_owners(models)
+        self._places = [(module._buffers, name) for _, module, name in owners]
+        self._names = [path for path, _, _ in owners]
         self.num_bytes = sum(buffer.nbytes for buffer in self._current())
         self._groups = _groups_by_type(self._current())
 
@@ -75,6 +77,13 @@ class ModelBuffers:
         # Looked up each time: a program may have put another tensor there.
         found = [buffers[name] for buffers, name in self._places]
         return [buffer for buffer in found if buffer is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each buffer, as in the model's state_dict."""
+        return [
+            name for name, (buffers, key) in zip(self._names, self._places, strict=True) if buffers[key] is not None
+        ]
 
     def save(self) -> Tensors:
         current = self._current()
@@ -107,14 +116,16 @@ class ModelBuffers:
         return tensors
 
 
-def _buffer_owners(models: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
-    """Return the module and name of each buffer, in the order of `model.buffers()`."""
+def _buffer_owners(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module, str]]:
+    """Return the full name, the module and the name there of each buffer, in the order of `model.buffers()`."""
     owners, seen = [], set()
-    for module in (module for model in models for module in model.modules()):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                owners.append((module, name))
+    for number, model in enumerate(models):
+        prefix = f"model {number} " if len(models) > 1 else ""
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    owners.append((f"{prefix}{path}{'.' if path else ''}{name}", module, name))
     return owners
 
 

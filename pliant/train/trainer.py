@@ -71,6 +71,8 @@ from pliant.train.sync import StepTimer, SyncController
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+COMPLAINT_WAIT_S = 10.0
+"""How long a worker that has found an error waits until all others have found it, too."""
 StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
@@ -570,7 +572,6 @@ class Trainer:
         if trace.enabled() and self._timer.began_s:
             trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
         if not self._passes_in_step:
-            self._guard.begin_step(self.progress.step)
             self._timer.begin_step(engine)
 
     def _end_turn(self) -> Action:
@@ -640,6 +641,12 @@ class Trainer:
         """Sum the gradients, and send everybody what the next pass depends on."""
         engine, contexts, is_first = self._current_engine(), self.replicas.contexts, not self._passes_in_step
         began_s, alone = time.monotonic(), engine.view.size == 1
+        checksum = 0
+        if is_first and self._guard.is_due(self.progress.step, engine.view.size):
+            self.deferred.flush()
+            if self.deferred.lost is not None:
+                return self._take_back()
+            checksum = self._guard.checksum()
         message = StepMessage(
             self.phases.passes,
             self._member.prepared,
@@ -648,7 +655,7 @@ class Trainer:
             self.adaptation.pack_row() if is_first else b"",
             [turn.pack() for turn in self._turns],
             0 if self._is_new_view else self._draws_checksum,
-            self._guard.checksum() if is_first and not alone else 0,
+            checksum,
         )
         if alone:
             messages = [message]
@@ -660,6 +667,9 @@ class Trainer:
         rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
         complaint = complaint_about(rows, self.progress.step) or self._complaint_about_workers(messages)
         if complaint:
+            if not alone:
+                with contextlib.suppress(CommError):  # whoever ends before the others know would be taken for lost
+                    engine.barrier("complaint", timeout_s=COMPLAINT_WAIT_S)
             return self._handle(SumsArrived(complaint))
         awaited = self._wait_for_sums_of(rows, is_alone=alone)
         self._share_kept(rows, engine)
@@ -731,7 +741,7 @@ class Trainer:
     def _complaint_about_workers(self, messages: Sequence[StepMessage]) -> str:
         """Return in what the workers differ that must be the same everywhere; empty if they do not."""
         engine, step = self._current_engine(), self.progress.step
-        if len({each.draws for each in messages}) > 1:
+        if self._guard.is_on and len({each.draws for each in messages}) > 1:
             one = next(rank for rank, each in enumerate(messages) if each.draws != messages[0].draws)
             return (
                 f"before the pass of step {step} the workers {engine.view.workers[0]} and {engine.view.workers[one]} drew "

@@ -1,0 +1,176 @@
+"""The parts of a job's state, each with a name that its user knows, and checksums of them.
+
+The guard compares checksums between workers, and `pliant check` compares digests between runs. Both go through the same
+list of parts, so both name the same things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pliant.train.context import RNG_BYTES
+from pliant.train.job_state import JobState
+from pliant.train.replicas import Tensors
+
+LARGE_BYTES = 1 << 18
+"""Smaller tensors are put together before they are summed up."""
+SHA256 = "sha256:"
+MAX_SHOWN = 60
+"""Longer numbers and texts are given as digests."""
+_ROW_WORDS = 64
+_ROW_BYTES = 8 * _ROW_WORDS
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number with well mixed bits, as a signed integer of 64 bits."""
+
+
+class Part(NamedTuple):
+    """A part of the state: a tensor, a number or text, or bytes."""
+
+    kind: str
+    """parameter, buffer, optimizer, tracked, random or data."""
+    name: str
+    value: Any
+
+
+def parts_of(state: JobState, buffers: Tensors) -> Iterator[Part]:
+    """Yield all parts in a fixed order. `buffers` are those of replica 0."""
+    names: dict[int, str] = {}
+    for number, model in enumerate(state.models):
+        prefix = f"model {number} " if len(state.models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = prefix + name
+            yield Part("parameter", prefix + name, parameter.detach())
+    for name, buffer in zip(state.buffers.names, buffers, strict=False):
+        yield Part("buffer", name, buffer)
+    for number, optimizer in enumerate(state.optimizers):
+        which = type(optimizer).__name__ + (f" {number}" if len(state.optimizers) > 1 else "")
+        yield from _optimizer_parts(which, optimizer, names)
+    for name, thing in state.tracked.items():
+        for path, value in _leaves(thing.state_dict(), ()):
+            yield Part("tracked", " ".join((name, *path)), value)
+    replicas = state.replicas
+    for replica, context in enumerate(replicas.contexts):
+        data = context.to_bytes(replicas.num_loader_workers)
+        yield Part("random", f"the random state of replica {replica}", data[:RNG_BYTES])
+        yield Part("data", f"the data position of replica {replica}", data[RNG_BYTES:])
+
+
+def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Part]:
+    """Yield the parts of an optimizer, by the names of its parameters."""
+    owners = list({id(parameter): "" for group in optimizer.param_groups for parameter in group["params"]})
+    for path, value in _leaves(optimizer.state_dict(), ()):
+        match path:
+            case ("param_groups", _, "params", *_):
+                continue
+            case ("param_groups", group, *rest):
+                of = f" of parameter group {group}" if len(optimizer.param_groups) > 1 else ""
+                name = f"{' '.join(rest)}{of} ({which})"
+            case ("state", index, *rest) if index.isdecimal() and int(index) < len(owners):
+                name = f"{' '.join(rest)} of {names.get(owners[int(index)], f'parameter {index}')} ({which})"
+            case _:
+                name = f"{' '.join(path)} ({which})"
+        yield Part("optimizer", name, value)
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield tensors, numbers and texts of a nested state, each with the keys that lead to it. Skip everything else."""
+    if isinstance(value, Mapping):
+        # Sorted: two workers may have filled the same dictionary in different orders.
+        for key in sorted(value, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else str(key))):
+            yield from _leaves(value[key], (*path, str(key)))
+    elif isinstance(value, list | tuple | deque):
+        for place, each in enumerate(value):
+            yield from _leaves(each, (*path, str(place)))
+    elif isinstance(value, AbstractSet):
+        yield path, repr(sorted(map(repr, value)))
+    elif isinstance(value, np.generic):
+        yield path, value.item()
+    elif isinstance(value, np.ndarray):
+        yield path, value.tobytes()
+    elif value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str | bytes):
+        yield path, value
+
+
+# --- checksums ---
+
+
+def checksum_of(parts: Iterable[Part]) -> int:
+    """Return one checksum of 64 bits of all parts; never 0. Tensors are summed up where they are, and each device is
+    asked once for its result."""
+    digest = hashlib.blake2b(digest_size=8)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        digest.update(part.name.encode())
+        if not isinstance(part.value, torch.Tensor):
+            digest.update(_bytes_of(part.value))
+        elif part.value.nbytes < LARGE_BYTES:
+            groups.setdefault((part.value.device, part.value.dtype), []).append(part.value.reshape(-1))
+        else:
+            sums.setdefault(part.value.device, []).append(_fold(part.value))
+    for (device, _), tensors in groups.items():
+        sums.setdefault(device, []).append(_fold(torch.cat(tensors)))
+    for found in sums.values():
+        for value in torch.stack(found).tolist():
+            digest.update(value.to_bytes(8, "little", signed=True))
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+def digests_of(parts: Iterable[Part]) -> dict[str, str]:
+    """Return a digest of each part by its name: SHA-256, but a number or a short text stands for itself."""
+    found = {}
+    for part in parts:
+        value = part.value
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().contiguous().view(-1)
+            value = bytes(value.view(torch.uint8).numpy()) if value.numel() else b""
+        if isinstance(value, bytes) or len(repr(value)) > MAX_SHOWN:
+            found[part.name] = SHA256 + hashlib.sha256(_bytes_of(value)).hexdigest()
+        else:
+            found[part.name] = repr(value)
+    return found
+
+
+def _bytes_of(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else repr(value).encode()
+
+
+def _fold(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of the tensor's bits, on its device.
+
+    Its words of 64 bits fill the rows of a matrix. Each row is summed, and the sums are added with odd weights. These
+    are sums of integers that wrap around: no order of summation changes them, and one flipped bit always does.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    data = flat.view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # only aligned bytes can be read as words
+    num_rows, rest = divmod(data.numel(), _ROW_BYTES)
+    whole = data[: num_rows * _ROW_BYTES].view(torch.int64).view(num_rows, _ROW_WORDS)
+    total = (whole.sum(1) * _weights(num_rows, data.device)).sum()
+    if rest:
+        last = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=data.device)
+        last[:rest] = data[-rest:]
+        total = total * 3 + (last.view(torch.int64) * _weights(_ROW_WORDS, data.device)).sum()
+    return total
+
+
+_known_weights: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return so many odd numbers."""
+    known = _known_weights.get(device)
+    if known is None or len(known) < count:
+        room = max(count, 2 * len(known) if known is not None else 1 << 12)
+        known = _known_weights[device] = torch.arange(1, 2 * room, 2, device=device) * _ODD
+    return known[:count]
