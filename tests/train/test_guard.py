@@ -1,162 +1,281 @@
-"""The guard: whatever differs between two workers is found, and named."""
+"""The guard: workers that differ are found, with the name of what differs, and in the right step."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from gang import gang
+from stage import new_workers, spec_of, view_of
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from pliant.comm.transport import loopback_engines
-from pliant.train import guard
+import pliant
+from pliant.cluster import Worker
+from pliant.errors import PROGRAM_EXIT, ConfigError, TrainError
+from pliant.identity import format_verify, parse_verify
 from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
-from pliant.train.guard import Guard, checksum_of, checksums
-from pliant.train.wrapping import StateNamespace
+from pliant.train.guard import CAUSES, Guard, describe_difference
+from pliant.train.replicas import ModelBuffers
+from pliant.train.state_parts import LARGE_BYTES, Part, checksum_of, digests_of, parts_of
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
-
-
-def make_state(models: int = 1) -> Any:
-    """The parts of a job's state that are compared."""
-    torch.manual_seed(3)
-    made = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(models)]
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in made]
-    for model, optimizer in zip(made, optimizers, strict=True):
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-    contexts = [ReplicaContext(seeded_rng(replica), DataPosition()) for replica in range(3)]
-    return SimpleNamespace(
-        models=made,
-        optimizers=optimizers,
-        tracked={"scheduler": torch.optim.lr_scheduler.StepLR(optimizers[0], 3), "job.state": StateNamespace({"n": 1})},
-        replicas=SimpleNamespace(contexts=contexts, num_loader_workers=0),
-        averaging=None,
-    )
+WORKERS = [Worker("10.0.0.1", port) for port in (1, 2, 3)]
 
 
-@given(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]), st.integers(1, 70), st.data())
-def test_a_flipped_bit_changes_the_checksum(dtype: torch.dtype, length: int, data: Any) -> None:
-    tensor = torch.arange(length).to(dtype)
-    raw = tensor.view(torch.uint8)
-    before = checksum_of(tensor)
-    place, bit = data.draw(st.integers(0, raw.numel() - 1)), data.draw(st.integers(0, 7))
-    raw[place] ^= 1 << bit
-    assert checksum_of(tensor) != before
-    assert 0 <= before < 2**64
-    raw[place] ^= 1 << bit
-    assert checksum_of(tensor) == before
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (9,), (3, 4, 5)], ids=str)
-def test_every_kind_of_tensor_has_a_checksum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.ones(shape, dtype=dtype)
-    assert checksum_of(tensor) == checksum_of(tensor.clone())
-    if tensor.ndim > 1:
-        assert checksum_of(tensor.transpose(0, 1)) == checksum_of(tensor.transpose(0, 1).contiguous())
-
-
-def test_a_state_is_named_part_by_part() -> None:
-    names = [name for name, _ in checksums(make_state())]
-    assert names[:2] == ["0.weight", "0.bias"]
-    assert "optimizer 0 state 0 exp_avg" in names
-    assert "optimizer 0 param_groups 0 lr" in names
-    assert "scheduler last_epoch" in names
-    assert "job.state n" in names
-    assert names[-1] == "the random state and data position of replica 2"
-    assert len(names) == len(set(names))
-    assert any(name.startswith("model 1 0.weight") for name, _ in checksums(make_state(2)))
-    assert list(checksums(make_state())) == list(checksums(make_state()))
-
-
-def _change_weight(state: Any) -> None:
-    with torch.no_grad():
-        state.models[0][1].weight[2, 3] += 1e-6
-
-
-def _change_moment(state: Any) -> None:
-    parameter = state.models[0][0].bias
-    state.optimizers[0].state[parameter]["exp_avg"][1] *= 2
-
-
-def _change_rate(state: Any) -> None:
-    state.optimizers[0].param_groups[0]["lr"] = 0.05
-
-
-def _change_counter(state: Any) -> None:
-    state.tracked["job.state"].n = 2
-
-
-def _draw(state: Any) -> None:
-    state.replicas.contexts[1] = ReplicaContext(seeded_rng(9), DataPosition())
-
-
-def compare(change: Any, step: int = 7) -> list[tuple[bool, str]]:
-    """What two workers find, of which the second one's state was changed: whether checksums differ, and the complaint."""
-    states = [make_state(), make_state()]
-    change(states[1])
-    guards = [Guard(state, 5) for state in states]
-    for each in guards:
-        each.enter_view()
-        each.begin_step(step)
-    found = [each.checksum() for each in guards]
-    with loopback_engines(["a", "b"]) as engines, ThreadPoolExecutor(2) as pool:
-        told = [pool.submit(each.compare, engine, found, step) for each, engine in zip(guards, engines, strict=True)]
-        return [(found[0] != found[1], each.result(timeout=30)) for each in told]
+# --- checksums ---
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (_change_weight, "1.weight"),
-        (_change_moment, "optimizer 0 state 1 exp_avg"),
-        (_change_rate, "optimizer 0 param_groups 0 lr"),
-        (_change_counter, "job.state n"),
-        (_draw, "the random state and data position of replica 1"),
-    ],
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 )
-def test_the_first_difference_is_named_on_every_worker(change: Any, named: str) -> None:
-    for differs, complaint in compare(change):
-        assert differs
-        assert complaint.startswith(
-            f"the workers differ before step 7: {named} is not the same on a:10000 and b:10001; the usual causes: "
+@pytest.mark.parametrize("length", [1, 7, 600, LARGE_BYTES + 13])
+def test_one_flipped_bit_anywhere_changes_the_checksum(dtype: torch.dtype, length: int) -> None:
+    tensor = torch.ones(length).to(dtype)
+    raw = tensor.view(torch.uint8)
+    seen = {checksum_of([Part("parameter", "w", tensor)])}
+    places = [0, len(raw) // 2, len(raw) - 1]
+    for number, place in enumerate(dict.fromkeys(places)):
+        raw[place] ^= 1
+        seen.add(checksum_of([Part("parameter", "w", tensor)]))
+        assert len(seen) == number + 2
+        raw[place] ^= 1
+    assert checksum_of([Part("parameter", "w", tensor)]) in seen
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 4, 5)], ids=str)
+def test_scalars_and_empty_and_transposed_tensors_have_a_checksum(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    whole = checksum_of([Part("parameter", "w", tensor)])
+    assert whole == checksum_of([Part("parameter", "w", tensor.clone())])
+    if len(shape) > 2:
+        turned = tensor.transpose(0, 1)
+        assert whole != checksum_of([Part("parameter", "w", turned)])
+        assert checksum_of([Part("parameter", "w", turned)]) == checksum_of(
+            [Part("parameter", "w", turned.contiguous())]
         )
 
 
-def test_another_number_of_things_is_a_difference() -> None:
-    def forget(state: Any) -> None:
-        state.tracked["job.state"].more = 5
-
-    for _, complaint in compare(forget):
-        assert complaint.startswith("the workers differ before step 7")
+def test_rows_that_change_places_are_noticed() -> None:
+    table = torch.arange(4 * LARGE_BYTES, dtype=torch.float32).view(-1, 64)
+    assert checksum_of([Part("parameter", "w", table)]) != checksum_of([Part("parameter", "w", table.flip(0))])
 
 
-def test_equal_states_are_no_difference_and_an_empty_checksum_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compare(lambda state: None) == [(False, "")] * 2
-    monkeypatch.setattr(guard, "checksum_of", lambda tensor: 0)  # so the test of weights above can fail
-    assert compare(_change_weight) == [(False, "")] * 2
+def test_the_same_bits_in_another_memory_have_the_same_checksum() -> None:
+    whole = torch.randn(2 * LARGE_BYTES + 1)
+    aligned, shifted = whole[:-1].clone(), torch.cat([torch.zeros(1), whole])[1:-1]  # 4 bytes off a word
+    image = torch.randn(2, 3, 256, 64)
+    for one, other in ((aligned, shifted), (image, image.to(memory_format=torch.channels_last))):
+        assert checksum_of([Part("parameter", "w", one)]) == checksum_of([Part("parameter", "w", other)])
 
 
-def test_states_are_compared_at_times_and_in_the_first_step_of_a_view() -> None:
-    due = []
-    each = Guard(make_state(), 3)
-    for step in range(8):
-        if step == 5:
-            each.enter_view()
-        each.begin_step(step)
-        due.append(each.checksum() != 0)
-    assert due == [True, False, False, True, False, True, True, False]
-    never = Guard(make_state(), 0)
-    never.enter_view()
-    never.begin_step(0)
-    assert never.checksum() == 0
-    averaging = make_state()
-    averaging.averaging = object()
-    other = Guard(averaging, 1)
-    other.begin_step(0)
-    assert other.checksum() == 0, "every worker has a model of its own"
+def a_state(optimizer_class: Any = torch.optim.Adam, num_models: int = 1, seed: int = 0, **tracked: Any) -> Any:
+    torch.manual_seed(seed)
+    models = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(num_models)]
+    optimizers = [optimizer_class(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+    contexts = [ReplicaContext(seeded_rng(r), DataPosition(batch=1)) for r in range(2)]
+    buffers = ModelBuffers(models)
+    replicas = SimpleNamespace(contexts=contexts, num_loader_workers=0)
+    return SimpleNamespace(
+        models=models, optimizers=optimizers, tracked=tracked, replicas=replicas, buffers=buffers,
+        first_buffers=buffers.save(), averaging=None,
+    )  # fmt: skip
+
+
+def test_every_part_of_the_state_has_a_name_that_its_user_knows() -> None:
+    state = a_state(
+        **{"job.state": SimpleNamespace(state_dict=lambda: {"best": 0.5, "rows": [1, {"x": torch.ones(2)}]})}
+    )
+    names = [part.name for part in parts_of(state, state.first_buffers)]
+    assert names[:4] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert names[4:7] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert {"exp_avg of 0.weight (Adam)", "step of 1.bias (Adam)", "lr (Adam)", "betas 0 (Adam)"} <= set(names)
+    assert {"job.state best", "job.state rows 1 x", "the random state of replica 1"} <= set(names)
+    assert len(set(names)) == len(names)
+    several = [part.name for part in parts_of(a_state(num_models=2), a_state(num_models=2).first_buffers)]
+    assert {"model 1 0.weight", "model 1 1.running_var", "exp_avg of model 1 0.bias (Adam 1)"} <= set(several)
+    assert len(set(several)) == len(several)
+
+
+def test_a_change_of_any_part_changes_the_checksum() -> None:
+    counter = SimpleNamespace(value=1)
+    state = a_state(counter=SimpleNamespace(state_dict=lambda: {"value": counter.value}))
+    guard = Guard(state)
+    seen = [guard.checksum()]
+    assert guard.checksum() == seen[0] == Guard(a_state(counter=state.tracked["counter"])).checksum()
+
+    def changed() -> None:
+        seen.append(guard.checksum())
+        assert len(set(seen)) == len(seen)
+
+    with torch.no_grad():
+        state.models[0][0].bias[1] += 1e-7
+    changed()
+    state.first_buffers[0][0] += 1
+    changed()
+    state.optimizers[0].state[state.models[0][1].weight]["exp_avg_sq"][0] += 1
+    changed()
+    state.optimizers[0].param_groups[0]["lr"] = 0.05
+    changed()
+    counter.value = 2
+    changed()
+    state.replicas.contexts[1] = state.replicas.contexts[1].with_random(seeded_rng(9))
+    changed()
+
+
+def test_numbers_stand_for_themselves_in_digests() -> None:
+    found = digests_of([Part("", "lr", 0.1), Part("", "w", torch.ones(2)), Part("", "text", "x" * 100)])
+    assert found["lr"] == "0.1"
+    assert found["w"].startswith("sha256:")
+    assert found["text"].startswith("sha256:")
+
+
+# --- when, and what is said ---
+
+
+def test_the_guard_is_due_every_so_many_steps_and_in_the_first_step_of_a_view() -> None:
+    guard, engine = Guard(a_state(), 3), mock.Mock()
+    guard.enter_view()
+    assert guard.is_due(7, 2)
+    assert guard.is_due(7, 2), "the step was torn: the turns are taken again"
+    assert guard.compare(engine, [5, 5], 7) == ""
+    assert [step for step in range(8, 16) if guard.is_due(step, 2)] == [9, 12, 15]
+    assert not guard.is_due(9, 1), "a worker alone has nobody to compare with"
+    assert guard.compare(engine, [0, 0], 8) == ""
+    engine.all_gather_bytes.assert_not_called()
+    off = Guard(a_state(), 0)
+    off.enter_view()
+    assert not off.is_due(0, 2)
+    averaged = a_state()
+    averaged.averaging = object()
+    assert not Guard(averaged, 1).is_due(0, 2), "such models differ by design"
+
+
+def test_the_message_names_the_first_part_the_odd_worker_and_the_last_good_step() -> None:
+    rows = [{"w": "sha256:1", "lr": "0.1"}, {"w": "sha256:1", "lr": "0.1"}, {"w": "sha256:2", "lr": "0.2"}]
+    said = describe_difference(rows, WORKERS[:3], 200, 100)
+    assert said.startswith(
+        "step 200: the workers do not have the same state. 10.0.0.1:3 (rank 2) differs from 10.0.0.1:1"
+    )
+    assert "(rank 0) and 1 more in: w, and 1 more of 2 parts. At step 100 they were equal." in said
+    assert said.endswith(CAUSES)
+    alone = describe_difference([{"lr": "0.1"}, {"lr": "0.2"}], WORKERS[:2], 0, None)
+    assert "in: lr (0.2 instead of 0.1)." in alone
+    assert "were equal" not in alone
+    assert "not there" in describe_difference([{"a": "1", "b": "2"}, {"a": "1"}], WORKERS[:2], 0, None)
+    assert "damaged memory" in describe_difference([{"a": "1"}, {"a": "1"}], WORKERS[:2], 0, None)
+
+
+def test_how_often_is_a_number_or_off() -> None:
+    assert [parse_verify(text) for text in ("", "off", "1", "250")] == [None, 0, 1, 250]
+    assert [format_verify(steps) for steps in (None, 0, 7)] == ["", "off", "7"]
+    for wrong in ("0", "-1", "often", "1.5"):
+        with pytest.raises(ConfigError, match="--verify"):
+            parse_verify(wrong)
+    with pytest.raises(ConfigError, match="verify=-1"):
+        pliant.join(verify=-1)
+
+
+# --- real workers ---
+
+
+def train(fault: str) -> None:
+    """Train 3 replicas; `fault` is what is wrong with the program, or with the memory of rank 1."""
+    torch.manual_seed(5)
+    with pliant.join(replicas=3) as job:
+        model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        job.wrap(model, optimizer)
+        state, turns = job.state(seen=0), 0
+        loader = job.loader(TensorDataset(torch.randn(72, 4), torch.randint(0, 2, (72,))), batch_size=4)
+        for _ in job.epochs(1):
+            for step in loader:
+                for x, y in step:
+                    turns += 1
+                    if fault == "counter" and step.number >= 2:
+                        optimizer.param_groups[0]["lr"] = 0.1 / turns
+                    nn.functional.cross_entropy(model(x), y).backward()
+                if fault == "draws" and step.number == 2 and job.is_first:
+                    torch.rand(3)
+                if fault == "memory" and step.number == 2 and job.rank == 1:
+                    model[2].weight.data.view(torch.int32)[1, 2] ^= 1
+                if fault == "state" and step.number == 2:
+                    state.seen += turns
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def train_all(rank: int, plan: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """Train with each fault in turn; return the errors."""
+    errors = []
+    for fault, environ in plan:
+        with mock.patch.dict(os.environ, environ):
+            try:
+                train(fault)
+                errors.append("")
+            except TrainError as error:
+                errors.append(str(error))
+    return errors
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_workers_that_differ_end_in_the_next_comparison_and_go_on_unnoticed_without_it() -> None:
+    cases = {
+        ("counter", 1): "step 2: * in: lr (Adam) (0.0333",
+        ("counter", 2): "step 2: * in: lr (Adam) (0.0333",
+        ("draws", 1): "before the pass of step 3 the workers",
+        ("memory", 1): "step 3: * in: 2.weight. At step 2 they were equal",
+        ("memory", 2): "step 4: * in: 2.weight. At step 2 they were equal",
+        ("state", 1): "step 3: * in: job.state seen (3 instead of 6). At step 2",
+        ("none", 1): "",
+        **{(fault, 0): "" for fault in ("counter", "draws", "memory", "state")},
+    }
+    plans: list[list[tuple[str, dict[str, str]]]] = [[], []]
+    for fault, every in cases:
+        view = view_of(new_workers(2))
+        for rank, plan in enumerate(plans):
+            plan.append((fault, spec_of(view.workers[rank], view, verify=every).to_environ()))
+    with gang(train_all, [(plan,) for plan in plans]) as started:
+        first, second = started.results(100)
+    assert first == second, "all workers find the same"
+    for (case, expected), found in zip(cases.items(), first, strict=True):
+        head, _, rest = expected.partition(" * ")
+        assert found.startswith(head), (case, found)
+        assert rest in found, (case, found)
+        assert bool(found) == bool(expected), (case, found)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_watched_job_ends_at_once_when_its_workers_differ(tmp_path: Path) -> None:
+    """Workers that were started again would differ again."""
+    program = tmp_path / "train.py"
+    program.write_text(f"import sys\nsys.path[:0] = {sys.path!r}\nfrom test_guard import train\ntrain('memory')\n")
+    command = [
+        str(Path(sys.executable).with_name("pliant")),
+        "run",
+        "-q",
+        "-w",
+        "-np",
+        "2",
+        "--verify",
+        "1",
+        str(program),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.returncode == PROGRAM_EXIT, ended.stderr
+    assert "step 3: the workers do not have the same state" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+    assert "replacing" not in ended.stderr
+    assert "lost" not in ended.stderr
