@@ -19,11 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from pliant.cli import completion
 from pliant.cli.output import (
-    JsonCommand,
-    JsonFile,
     check_writable,
     exit_on_sigterm,
     is_stdout,
@@ -32,6 +31,7 @@ from pliant.cli.output import (
     save_json,
     show_progress,
 )
+from pliant.cli.run import split_flags
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError, LaunchError
 from pliant.identity import CheckSettings
@@ -65,7 +65,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RunShape:
     """The workers of one run."""
 
     workers: int
@@ -75,17 +75,17 @@ class Placement:
 
     def __str__(self) -> str:
         if self.is_repeated:
-            return f"{Placement(self.workers)} again"
+            return f"{RunShape(self.workers)} again"
         if self.grow_to:
             return f"{self.workers} worker and a newcomer"
         return f"{self.workers} worker{'s' if self.workers > 1 else ''}"
 
 
 @dataclass(slots=True)
-class Outcome:
+class CheckedRun:
     """What the workers of one run have written."""
 
-    placement: Placement
+    placement: RunShape
     facts: Mapping[str, Any] | None = None
     """Of the job; None if it never began to train."""
     steps: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StepDifference:
     """The first step in which two runs differ."""
 
     step: int
@@ -126,7 +126,7 @@ class Difference:
     advice: str
 
 
-def first_difference(one: Outcome, other: Outcome) -> Difference | None:
+def first_difference(one: CheckedRun, other: CheckedRun) -> StepDifference | None:
     """Return the first step after which the states of two runs differ; None if they are equal."""
     for step in sorted(one.steps.keys() & other.steps.keys()):
         ours, theirs = one.steps[step], other.steps[step]
@@ -138,10 +138,10 @@ def first_difference(one: Outcome, other: Outcome) -> Difference | None:
             key = _kind_of(parts, [name for name, _, _ in values])
             advice = ADVICE["newcomer" if other.placement.grow_to else key]
             placements = (str(one.placement), str(other.placement))
-            return Difference(step, placements, tuple(parts), len(names), tuple(values[:3]), advice)
+            return StepDifference(step, placements, tuple(parts), len(names), tuple(values[:3]), advice)
     if one.num_steps != other.num_steps:
         step, placements = min(one.num_steps, other.num_steps), (str(one.placement), str(other.placement))
-        return Difference(step, placements, ("the number of steps",), 1, (), ADVICE["state"])
+        return StepDifference(step, placements, ("the number of steps",), 1, (), ADVICE["state"])
     return None
 
 
@@ -158,7 +158,7 @@ def _kind_of(parts: Sequence[str], values: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Checker:
+class ProgramChecker:
     """Runs the program on several placements, one after the other."""
 
     program: Sequence[str]
@@ -166,10 +166,15 @@ class Checker:
     timeout: str
     flags: Sequence[str]
     folder: Path
-    on_step: Callable[[Placement, int], None]
+    on_step: Callable[[RunShape, int], None]
     """Called with the number of steps that a run has done so far."""
 
-    def run(self, placement: Placement) -> Outcome:
+    @property
+    def name(self) -> str:
+        """The program's name, or its module's."""
+        return self.program[1] if self.program[0] == "-m" else self.program[0]
+
+    def run(self, placement: RunShape) -> CheckedRun:
         """Return what one run has written.
 
         Raises:
@@ -181,7 +186,7 @@ class Checker:
         settings = CheckSettings(str(place), self.steps, middle, placement.grow_to)
         words = ["run", "-q", "-np", str(placement.workers), "--verify", "1", "--timeout", self.timeout, *self.flags]
         words += ["-w", "--max-restarts", "0"] if placement.grow_to else []
-        outcome = Outcome(placement)
+        outcome = CheckedRun(placement)
         log = place / "output"
         with log.open("wb") as output:
             command = [*PLIANT, *words, "--check", settings.to_text(), *self.program]
@@ -196,8 +201,8 @@ class Checker:
         self._check(outcome)
         return outcome
 
-    def _check(self, outcome: Outcome) -> None:
-        name, where = self.program[0], f"on {outcome.placement}"
+    def _check(self, outcome: CheckedRun) -> None:
+        name, where = self.name, f"on {outcome.placement}"
         if outcome.code == TIMEOUT_EXIT:
             raise LaunchError(
                 f"{name} did not do {self.steps} steps {where} within {self.timeout}, but {outcome.num_steps}: give it more "
@@ -236,22 +241,31 @@ def _tail(output: str) -> str:
     return "\n  ".join(["; the last lines of its output:", *shown]) if shown else "; it printed nothing"
 
 
-def placements(replicas: int) -> list[Placement]:
+def placements(replicas: int) -> list[RunShape]:
     """Return the placements beside that on one worker, for so many replicas."""
     sizes = sorted({2, min(replicas, MOST_WORKERS)} - {1}, reverse=True) if replicas > 1 else []
-    return [*map(Placement, sizes), *([Placement(1, grow_to=2)] if replicas > 1 else [])]
+    return [*map(RunShape, sizes), *([RunShape(1, grow_to=2)] if replicas > 1 else [])]
 
 
 # --- the command ---
 
 
+class CheckCommand(TyperCommand):
+    """A command whose program may be `-m MODULE`, and keeps its own options."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        names = {name: not getattr(param, "is_flag", False) for param in self.params for name in param.opts}
+        flags, program = split_flags(args, names, {})
+        return super().parse_args(ctx, [*flags, *(["--"] if program[:1] == ["-m"] else []), *program])
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("check", cls=JsonCommand, context_settings={"allow_interspersed_args": False})(check)
+    app.command("check", cls=CheckCommand, context_settings={"allow_interspersed_args": False})(check)
 
 
 def check(
-    program: Annotated[list[str], typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)],
+    program: Annotated[list[str], typer.Argument(metavar="PROGRAM|-m MODULE [ARGS]...", show_default=False)],
     steps: Annotated[str, option("--steps", "N", "Compare so many steps.")] = "10",
     workers: Annotated[
         str,
@@ -261,7 +275,9 @@ def check(
         str, option("--determinism", "D0|D1|D2", "As for `pliant run`.", completion.one_of("D0", "D1", "D2"))
     ] = "",
     timeout: Annotated[str, option("--timeout", "TIME", "Time for each run.")] = "10m",
-    json_file: JsonFile = None,
+    json_file: Annotated[
+        Path | None, option("--json", "FILE", "Write the result as one JSON object; -: to stdout.", show_default=False)
+    ] = None,
 ) -> None:
     """Run the first steps of PROGRAM on one worker, on several, and with a newcomer; compare the bits after each step.
 
@@ -298,27 +314,27 @@ def _check(
     program: Sequence[str], steps: int, sizes: Sequence[int], timeout: str, flags: Sequence[str], folder: Path
 ) -> dict[str, Any]:
     """Run the program on all placements, until two runs differ; return the report."""
-    first = Placement(1)
+    first = RunShape(1)
     planned = [first]
 
     with show_progress() as show:
 
-        def on_step(placement: Placement, done: int) -> None:
+        def on_step(placement: RunShape, done: int) -> None:
             place = planned.index(placement)
             show(f"on {placement}: {done} of {steps} steps", (place + done / steps) / len(planned))
 
-        checker = Checker(program, steps, timeout, flags, folder, on_step)
+        checker = ProgramChecker(program, steps, timeout, flags, folder, on_step)
         show(f"on {first}", 0.0)
         reference = checker.run(first)
-        replicas = _replicas(reference, program[0])
-        planned += [Placement(size) for size in sizes if size > 1] if sizes else placements(replicas)
+        replicas = _replicas(reference, checker.name)
+        planned += [RunShape(size) for size in sizes if size > 1] if sizes else placements(replicas)
         difference = None
         for placement in planned[1:]:
             difference = first_difference(reference, checker.run(placement))
             if difference is None:
                 continue
             if not difference.values:
-                planned.append(Placement(1, is_repeated=True))
+                planned.append(RunShape(1, is_repeated=True))
                 if first_difference(reference, checker.run(planned[-1])) is not None:
                     difference = replace(difference, advice=ADVICE["seed"])
             break
@@ -334,7 +350,7 @@ def _check(
     return {**report, "difference": asdict(difference), "text": describe(difference)}
 
 
-def _replicas(reference: Outcome, name: str) -> int:
+def _replicas(reference: CheckedRun, name: str) -> int:
     facts = reference.facts or {}
     if facts["averaging"]:
         raise LaunchError(f"{name} averages models: each worker has its own, so there is nothing to compare")
@@ -346,7 +362,7 @@ def _replicas(reference: Outcome, name: str) -> int:
     return int(facts["replicas"])
 
 
-def describe_success(report: Mapping[str, Any], planned: Sequence[Placement]) -> str:
+def describe_success(report: Mapping[str, Any], planned: Sequence[RunShape]) -> str:
     """Return the message that all runs were equal."""
     counts = [str(each) for each in sorted(each.workers for each in planned if not each.grow_to)]
     if len(counts) == 1:
@@ -356,7 +372,7 @@ def describe_success(report: Mapping[str, Any], planned: Sequence[Placement]) ->
     return f"the same bits on {listed} workers{newcomer}: {report['steps']} steps, {report['parts']} parts of the state"
 
 
-def describe(difference: Difference) -> str:
+def describe(difference: StepDifference) -> str:
     """Return the message about runs that differ."""
     one, other = difference.placements
     more = len(difference.parts) - 1

@@ -12,7 +12,7 @@ from pliant.errors import TrainError
 from pliant.identity import CheckSettings
 from pliant.train.events import StepCommitted
 from pliant.train.rendezvous import Left
-from pliant.train.state_parts import Part, digests_of, parts_of
+from pliant.train.state_parts import StatePart, digests_of, parts_of
 
 if TYPE_CHECKING:
     from pliant.cluster import Worker
@@ -62,16 +62,16 @@ class StepDigests:
         if event.step == settings.grow_at:
             self._grow()
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[StatePart]:
         """Yield the parts of the state that must be the same in each run of a program. Generators of Python and NumPy
         are left out: most programs do not seed them."""
         for part in parts_of(self._state, self._state.buffers.save()):
             if part.kind != "random":
                 yield part
         for replica, context in enumerate(self._state.replicas.contexts):
-            yield Part("random", f"torch's random state of replica {replica}", context.random.torch)
+            yield StatePart("random", f"torch's random state of replica {replica}", context.random.torch)
             if context.random.cuda is not None:
-                yield Part("random", f"CUDA's random state of replica {replica}", context.random.cuda)
+                yield StatePart("random", f"CUDA's random state of replica {replica}", context.random.cuda)
 
     def _grow(self) -> None:
         """Wait for a new worker: in a few short steps it would come too late."""

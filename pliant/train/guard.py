@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.train.job_state import JobState
-from pliant.train.state_parts import SHA256, Part, checksum_of, digests_of, parts_of
+from pliant.train.state_parts import SHA256, StatePart, checksum_of, digests_of, parts_of
 
 EVERY = 100
 """The number of steps between two comparisons."""
@@ -53,7 +53,7 @@ class Guard:
         """Return a checksum of the state; never 0."""
         return checksum_of(self._parts())
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[StatePart]:
         return parts_of(self._state, self._state.first_buffers)
 
     def compare(self, engine: Engine, found: Sequence[int], step: int) -> str:

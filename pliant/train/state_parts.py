@@ -30,7 +30,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 """An odd number with well mixed bits, as a signed integer of 64 bits."""
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A part of the state: a tensor, a number or text, or bytes."""
 
     kind: str
@@ -39,30 +39,30 @@ class Part(NamedTuple):
     value: Any
 
 
-def parts_of(state: JobState, buffers: Tensors) -> Iterator[Part]:
+def parts_of(state: JobState, buffers: Tensors) -> Iterator[StatePart]:
     """Yield all parts in a fixed order. `buffers` are those of replica 0."""
     names: dict[int, str] = {}
     for number, model in enumerate(state.models):
         prefix = f"model {number} " if len(state.models) > 1 else ""
         for name, parameter in model.named_parameters():
             names[id(parameter)] = prefix + name
-            yield Part("parameter", prefix + name, parameter.detach())
+            yield StatePart("parameter", prefix + name, parameter.detach())
     for name, buffer in zip(state.buffers.names, buffers, strict=False):
-        yield Part("buffer", name, buffer)
+        yield StatePart("buffer", name, buffer)
     for number, optimizer in enumerate(state.optimizers):
         which = type(optimizer).__name__ + (f" {number}" if len(state.optimizers) > 1 else "")
         yield from _optimizer_parts(which, optimizer, names)
     for name, thing in state.tracked.items():
         for path, value in _leaves(thing.state_dict(), ()):
-            yield Part("tracked", " ".join((name, *path)), value)
+            yield StatePart("tracked", " ".join((name, *path)), value)
     replicas = state.replicas
     for replica, context in enumerate(replicas.contexts):
         data = context.to_bytes(replicas.num_loader_workers)
-        yield Part("random", f"the random state of replica {replica}", data[:RNG_BYTES])
-        yield Part("data", f"the data position of replica {replica}", data[RNG_BYTES:])
+        yield StatePart("random", f"the random state of replica {replica}", data[:RNG_BYTES])
+        yield StatePart("data", f"the data position of replica {replica}", data[RNG_BYTES:])
 
 
-def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Part]:
+def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[StatePart]:
     """Yield the parts of an optimizer, by the names of its parameters."""
     owners = list({id(parameter): "" for group in optimizer.param_groups for parameter in group["params"]})
     for path, value in _leaves(optimizer.state_dict(), ()):
@@ -76,7 +76,7 @@ def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mappin
                 name = f"{' '.join(rest)} of {names.get(owners[int(index)], f'parameter {index}')} ({which})"
             case _:
                 name = f"{' '.join(path)} ({which})"
-        yield Part("optimizer", name, value)
+        yield StatePart("optimizer", name, value)
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -101,7 +101,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 # --- checksums ---
 
 
-def checksum_of(parts: Iterable[Part]) -> int:
+def checksum_of(parts: Iterable[StatePart]) -> int:
     """Return one checksum of 64 bits of all parts; never 0. Tensors are summed up where they are, and each device is
     asked once for its result."""
     digest = hashlib.blake2b(digest_size=8)
@@ -123,7 +123,7 @@ def checksum_of(parts: Iterable[Part]) -> int:
     return int.from_bytes(digest.digest(), "little") or 1
 
 
-def digests_of(parts: Iterable[Part]) -> dict[str, str]:
+def digests_of(parts: Iterable[StatePart]) -> dict[str, str]:
     """Return a digest of each part by its name: SHA-256, but a number or a short text stands for itself."""
     found = {}
     for part in parts:

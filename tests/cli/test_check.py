@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from pliant.cli import check
-from pliant.cli.check import ADVICE, BEFORE, Checker, Outcome, Placement, describe, first_difference, placements
+from pliant.cli.check import (
+    ADVICE,
+    BEFORE,
+    CheckedRun,
+    ProgramChecker,
+    RunShape,
+    describe,
+    first_difference,
+    placements,
+)
 from pliant.cluster import View, Worker
 from pliant.errors import PROGRAM_EXIT, LaunchError
 from pliant.identity import CheckSettings, WorkerSpec, worker_spec
@@ -53,7 +62,7 @@ def run_check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_good_program_has_the_same_bits_everywhere(tmp_path: Path) -> None:
-    ended = run_check(tmp_path, "--steps", "5", "--json", "found.json", "train.py")
+    ended = run_check(tmp_path, "--steps", "5", "--json", "found.json", "train.py", "--json")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("the same bits on 1, 2 and 3 workers, and with a newcomer in the middle: 5 steps, ")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -77,12 +86,12 @@ def test_a_port_that_counts_turns_is_found_with_step_and_tensor(tmp_path: Path) 
 # --- what is compared, on values ---
 
 
-def an_outcome(placement: Placement, *steps: dict[str, str], begin: str = "x") -> Outcome:
+def an_outcome(placement: RunShape, *steps: dict[str, str], begin: str = "x") -> CheckedRun:
     digests = {BEFORE: {"w": f"sha256:{begin}"}, **dict(enumerate(steps))}
-    return Outcome(placement, {"replicas": 3, "averaging": False}, digests, placement.grow_to or placement.workers)
+    return CheckedRun(placement, {"replicas": 3, "averaging": False}, digests, placement.grow_to or placement.workers)
 
 
-ONE, THREE, GROWN = Placement(1), Placement(3), Placement(1, grow_to=2)
+ONE, THREE, GROWN = RunShape(1), RunShape(3), RunShape(1, grow_to=2)
 STEP = {"w": "sha256:1", "lr (SGD)": "0.1", "ema count": "2", "torch's random state of replica 0": "sha256:3"}
 
 
@@ -96,7 +105,7 @@ STEP = {"w": "sha256:1", "lr (SGD)": "0.1", "ema count": "2", "torch's random st
         ({"w": "sha256:2"}, "newcomer", GROWN),
     ],
 )
-def test_the_advice_fits_what_differs(change: dict[str, str], advice: str, where: Placement) -> None:
+def test_the_advice_fits_what_differs(change: dict[str, str], advice: str, where: RunShape) -> None:
     found = first_difference(an_outcome(ONE, STEP, STEP), an_outcome(where, STEP, {**STEP, **change}))
     assert found is not None
     assert (found.step, found.parts, found.advice) == (1, tuple(change), ADVICE[advice])
@@ -120,13 +129,13 @@ def test_placements_follow_the_replicas() -> None:
     assert placements(1) == []
 
 
-def fails(code: int = 0, output: str = "", *, steps: int = 0, facts: bool = True, where: Placement = ONE) -> str:
+def fails(code: int = 0, output: str = "", *, steps: int = 0, facts: bool = True, where: RunShape = ONE) -> str:
     """The message about a run that ended like this."""
     outcome = an_outcome(where, *[STEP] * steps)
     outcome.code, outcome.output, outcome.most_workers = code, output, 1
     outcome.facts = outcome.facts if facts else None
     with pytest.raises(LaunchError) as raised:
-        Checker(["train.py"], 10, "1m", (), Path(), lambda *_: None)._check(outcome)
+        ProgramChecker(["train.py"], 10, "1m", (), Path(), lambda *_: None)._check(outcome)
     return str(raised.value)
 
 
@@ -156,7 +165,7 @@ def test_programs_that_depend_on_the_workers_by_design_are_told_so() -> None:
 def test_what_is_written_so_far_is_read(tmp_path: Path) -> None:
     lines = [{"replicas": 3, "averaging": False, "digests": {}}, {"step": 0, "workers": 2, "digests": STEP}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "wor')
-    outcome = Outcome(ONE)
+    outcome = CheckedRun(ONE)
     outcome.read(tmp_path)
     assert (outcome.num_steps, outcome.most_workers, outcome.steps[0]) == (1, 2, STEP)
 
@@ -169,6 +178,7 @@ def test_mistakes_in_the_command_end_with_2(pliant: Callable[..., tuple[int, str
         (("--workers", "0", "train.py"), "--workers 0"),
         (("--determinism", "D9", "train.py"), "D9"),
         (("--timeout", "soon", "train.py"), "--timeout"),
+        (("-m", "no.such_module"), "no.such_module"),
         ((), "PROGRAM"),
     ):
         code, _, err = pliant("check", *words)

@@ -25,7 +25,7 @@ from pliant.identity import format_verify, parse_verify
 from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
 from pliant.train.guard import CAUSES, Guard, describe_difference
 from pliant.train.replicas import ModelBuffers
-from pliant.train.state_parts import LARGE_BYTES, Part, checksum_of, digests_of, parts_of
+from pliant.train.state_parts import LARGE_BYTES, StatePart, checksum_of, digests_of, parts_of
 
 WORKERS = [Worker("10.0.0.1", port) for port in (1, 2, 3)]
 
@@ -40,32 +40,34 @@ WORKERS = [Worker("10.0.0.1", port) for port in (1, 2, 3)]
 def test_one_flipped_bit_anywhere_changes_the_checksum(dtype: torch.dtype, length: int) -> None:
     tensor = torch.ones(length).to(dtype)
     raw = tensor.view(torch.uint8)
-    seen = {checksum_of([Part("parameter", "w", tensor)])}
+    seen = {checksum_of([StatePart("parameter", "w", tensor)])}
     places = [0, len(raw) // 2, len(raw) - 1]
     for number, place in enumerate(dict.fromkeys(places)):
         raw[place] ^= 1
-        seen.add(checksum_of([Part("parameter", "w", tensor)]))
+        seen.add(checksum_of([StatePart("parameter", "w", tensor)]))
         assert len(seen) == number + 2
         raw[place] ^= 1
-    assert checksum_of([Part("parameter", "w", tensor)]) in seen
+    assert checksum_of([StatePart("parameter", "w", tensor)]) in seen
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 4, 5)], ids=str)
 def test_scalars_and_empty_and_transposed_tensors_have_a_checksum(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    whole = checksum_of([Part("parameter", "w", tensor)])
-    assert whole == checksum_of([Part("parameter", "w", tensor.clone())])
+    whole = checksum_of([StatePart("parameter", "w", tensor)])
+    assert whole == checksum_of([StatePart("parameter", "w", tensor.clone())])
     if len(shape) > 2:
         turned = tensor.transpose(0, 1)
-        assert whole != checksum_of([Part("parameter", "w", turned)])
-        assert checksum_of([Part("parameter", "w", turned)]) == checksum_of(
-            [Part("parameter", "w", turned.contiguous())]
+        assert whole != checksum_of([StatePart("parameter", "w", turned)])
+        assert checksum_of([StatePart("parameter", "w", turned)]) == checksum_of(
+            [StatePart("parameter", "w", turned.contiguous())]
         )
 
 
 def test_rows_that_change_places_are_noticed() -> None:
     table = torch.arange(4 * LARGE_BYTES, dtype=torch.float32).view(-1, 64)
-    assert checksum_of([Part("parameter", "w", table)]) != checksum_of([Part("parameter", "w", table.flip(0))])
+    assert checksum_of([StatePart("parameter", "w", table)]) != checksum_of(
+        [StatePart("parameter", "w", table.flip(0))]
+    )
 
 
 def test_the_same_bits_in_another_memory_have_the_same_checksum() -> None:
@@ -73,7 +75,7 @@ def test_the_same_bits_in_another_memory_have_the_same_checksum() -> None:
     aligned, shifted = whole[:-1].clone(), torch.cat([torch.zeros(1), whole])[1:-1]  # 4 bytes off a word
     image = torch.randn(2, 3, 256, 64)
     for one, other in ((aligned, shifted), (image, image.to(memory_format=torch.channels_last))):
-        assert checksum_of([Part("parameter", "w", one)]) == checksum_of([Part("parameter", "w", other)])
+        assert checksum_of([StatePart("parameter", "w", one)]) == checksum_of([StatePart("parameter", "w", other)])
 
 
 def a_state(optimizer_class: Any = torch.optim.Adam, num_models: int = 1, seed: int = 0, **tracked: Any) -> Any:
@@ -134,7 +136,7 @@ def test_a_change_of_any_part_changes_the_checksum() -> None:
 
 
 def test_numbers_stand_for_themselves_in_digests() -> None:
-    found = digests_of([Part("", "lr", 0.1), Part("", "w", torch.ones(2)), Part("", "text", "x" * 100)])
+    found = digests_of([StatePart("", "lr", 0.1), StatePart("", "w", torch.ones(2)), StatePart("", "text", "x" * 100)])
     assert found["lr"] == "0.1"
     assert found["w"].startswith("sha256:")
     assert found["text"].startswith("sha256:")
