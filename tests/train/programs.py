@@ -118,7 +118,7 @@ def one_turn(
     skip: Callable[[], None],
 ) -> None:
     """The body of a job's inner loop. Its batch has the samples of all backwards that are accumulated."""
-    size = program.loading["batch_size"]
+    size = program.loading["batch_size"] if program.accumulate > 1 else len(batch[0])  # policies may change it
     parts = list(zip(*(each.split(size) for each in batch), strict=True))
     for number, part in enumerate(parts, 1):
         with contextlib.nullcontext() if number == len(parts) else no_sync():
