@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from pliant.comm.engine import Engine
 from pliant.errors import TrainError
 from pliant.train.context import RngState
+from pliant.train.rendezvous import spread_state
 from pliant.train.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -94,3 +96,26 @@ def _add(shards: list[dict[str, float]]) -> dict[str, float]:
         for name, value in figures.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
+
+
+def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
+    """Return what `function` returns for each replica. The replicas are dealt over the workers that there are."""
+    count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
+    replicas = list(trainer.hosted)
+    trainer.begin_shards()
+    while True:
+        for replica in replicas:
+            trainer.begin_shard(replica)
+            done[replica] = function(replica), trainer.end_shard().to_bytes()
+
+        def ask(engine: Engine) -> list[Any]:
+            return [spread_state(engine, done if engine.rank == rank else None, rank) for rank in range(engine.size)]
+
+        rows = trainer.together(ask, lambda: [done])
+        found = {replica: each for row in rows for replica, each in cast(dict[int, tuple[Any, bytes]], row).items()}
+        missing = [replica for replica in range(count) if replica not in found]
+        if not missing or trainer.is_taken_back:
+            break
+        replicas = missing[trainer.rank :: trainer.size]
+    trainer.end_shards({replica: RngState.from_bytes(state) for replica, (_, state) in found.items()} if draws else {})
+    return [found[replica][0] if replica in found else None for replica in range(count)]

@@ -284,6 +284,8 @@ class Feeder(Protocol):
 
     may_end_early: bool
     """Whether the data of a replica may end before their number says so."""
+    order_epoch: int | None
+    """The epoch whose order of samples is used (`DistributedSampler.set_epoch`); None: the job's own."""
 
     def host(
         self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
@@ -302,6 +304,7 @@ class NumberFeeder:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self.order_epoch: int | None = None
         self._positions: dict[int, DataPosition] = {}
 
     def host(

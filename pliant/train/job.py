@@ -38,9 +38,9 @@ from pliant.train.adaptation import adaptation_settings
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
 from pliant.train.checking import StepDigests
 from pliant.train.context import restore_rng, seeded_rng
-from pliant.train.evaluation import ShardedEvaluation
+from pliant.train.evaluation import ShardedEvaluation, run_on_replicas
 from pliant.train.events import Listeners, StepCommitted, ViewChange
-from pliant.train.feeder import NumberFeeder, ReplicaLoader
+from pliant.train.feeder import Feeder, NumberFeeder, ReplicaLoader
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.guard import EVERY
 from pliant.train.optim import find_averaging
@@ -151,7 +151,7 @@ class Loader:
     """The data loader of a job: yields its steps. Iterate over it inside of `job.epochs`, and over each step inside of
     that."""
 
-    def __init__(self, job: Job, feeder: ReplicaLoader, replicas: Replicas) -> None:
+    def __init__(self, job: Job, feeder: Feeder, replicas: Replicas) -> None:
         self._job, self._feeder, self._replicas = job, feeder, replicas
 
     def __iter__(self) -> Iterator[Step]:
@@ -386,7 +386,11 @@ class Job:
             raise TrainError("a job has one loader: job.loader was called before")
         dataset, options = loader_options(data, **loading)
         replicas = Replicas(self.replicas, len(dataset), options)
-        feeder = ReplicaLoader(dataset, options, replicas.count)
+        return self.use_feeder(ReplicaLoader(dataset, options, replicas.count), replicas)
+
+    def use_feeder(self, feeder: Feeder, replicas: Replicas) -> Loader:
+        """Return a loader that takes the batches of each replica from `feeder`. For integrations that deal samples as
+        another library does."""
         check_epoch(replicas)
         self._declared.data = feeder, replicas
         self._stack.callback(feeder.close)
@@ -632,6 +636,16 @@ class Job:
         meanwhile, it runs on the next one. Results are numbers, strings, tensors, and lists and dicts of them.
         """
         return self._running().on_first(function)
+
+    def on_replicas(self, function: Callable[[int], Any], *, draws: bool = True) -> list[Any]:
+        """Run `function(replica)` for each of the N replicas, dealt over the workers there are, and return all results on
+        every worker, in the order of replicas.
+
+        It runs with the random state of that replica, as code that every rank runs does in a DDP script. Without `draws`
+        the random numbers that it draws do not count. If a worker is lost meanwhile, others run its part. Results are
+        numbers, strings, tensors, and lists and dicts of them.
+        """
+        return run_on_replicas(self._running(), function, draws=draws)
 
     # --- checkpoints ---
 

@@ -33,6 +33,8 @@ class Outcome(IntEnum):
     """The program has left the step (`continue`, `break`) without a loop over it."""
     NO_DATA = 4
     """Its data have ended."""
+    LOGGED = 5
+    """It has only looked at its batch, and logged figures (`step.no_backward`)."""
 
 
 _TURN = struct.Struct(f"<BII?B{MAX_NAMES}s{MAX_FIGURES}d")
@@ -124,6 +126,7 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
     for rare, what in (
         (Outcome.PASSED_OVER, "left step {step} without a loop over it (continue or break)"),
         (Outcome.NO_DATA, "has no more data at step {step}"),
+        (Outcome.LOGGED, "called step.no_backward() in a pass of step {step}"),
     ):
         if rare in outcomes and set(outcomes) != {rare}:
             one, other = outcomes.index(rare), next(i for i, each in enumerate(outcomes) if each is not rare)
@@ -198,7 +201,12 @@ class Step:
 
     def skip(self) -> None:
         """Let this replica contribute nothing: zeros in place of its gradients."""
-        self._trainer.skip_turn()
+        self._trainer.skip_turn("step.skip()", Outcome.SKIPPED)
+
+    def no_backward(self) -> None:
+        """Take this turn without a backward: it looks at its batch, logs and keeps values. All replicas must do the same
+        in this pass. `step[name]` is known afterwards, before the step's next pass."""
+        self._trainer.skip_turn("step.no_backward()", Outcome.LOGGED)
 
     def keep(self, **values: Any) -> None:
         """Keep values of this replica's turn, such as noise or generated images, for its turn in the next pass of this

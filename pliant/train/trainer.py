@@ -445,6 +445,7 @@ class Trainer:
             self.adaptation.end_step()
         except CommError as error:
             self._perform_later(self._lost(error))
+        self._note_draws()  # a checkpoint of this step has them
         self._tell_listeners()
 
     def _perform_later(self, action: Action) -> None:
@@ -497,14 +498,12 @@ class Trainer:
             raise TrainError(f"{what} belongs into the loop over the step: no replica has its turn here")
         return self.turn
 
-    def skip_turn(self) -> None:
-        """Let the replica whose turn it is contribute nothing."""
-        turn = self.running_turn("step.skip()")
+    def skip_turn(self, what: str, outcome: Outcome) -> None:
+        """Let the replica whose turn it is have no backward."""
+        turn = self.running_turn(what)
         if any(reducer.handed_in for reducer in self.reducers):
-            raise TrainError(
-                f"step.skip() after the backward of replica {turn.replica}: its gradients are on their way"
-            )
-        turn.outcome = Outcome.SKIPPED
+            raise TrainError(f"{what} after the backward of replica {turn.replica}: its gradients are on their way")
+        turn.outcome = outcome
 
     def _begin_pass(self) -> None:
         """Begin a pass, before its first turn. (Turns that are taken again begin with `_begin_turn`.)"""
@@ -694,6 +693,8 @@ class Trainer:
         models = 0
         for row in rows:
             models |= row.models
+        if all(row.outcome is Outcome.LOGGED for row in rows):
+            return None
         if not models and len(self.reducers) == 1 and any(row.outcome is Outcome.SKIPPED for row in rows):
             models = 1  # all replicas contribute zeros
         reducers = [reducer for number, reducer in enumerate(self.reducers) if models >> number & 1]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pliant
 from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
 from pliant.errors import TrainError
 from pliant.train.context import RngState, seeded_rng
-from pliant.train.evaluation import ShardedEvaluation
+from pliant.train.evaluation import ShardedEvaluation, run_on_replicas
 from pliant.train.replicas import place_replicas
 
 SHARDS = 6
@@ -129,3 +131,61 @@ def test_shards_without_samples_and_wrong_figures() -> None:
         with pytest.raises(TrainError, match=r"job\.total\(scores=.*a number, or a tensor with one element"):
             next(batches)
         assert not evaluation.is_running
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_function_runs_once_for_each_replica(size: int) -> None:
+    with loopback_engines([f"host{number}" for number in range(size)]) as engines, ThreadPoolExecutor(size) as pool:
+        shares = [Shares(engine) for engine in engines]
+
+        def ask(each: Shares) -> list[Any]:
+            return run_on_replicas(each, lambda replica: {"row": DATA[replica::SHARDS], "n": replica}, draws=True)  # type: ignore[arg-type]
+
+        for found in [each.result(timeout=30) for each in [pool.submit(ask, one) for one in shares]]:
+            assert [each["n"] for each in found] == [*range(SHARDS)]
+            assert all(torch.equal(each["row"], DATA[each["n"] :: SHARDS]) for each in found)
+        assert [each.begun for each in shares] == [list(each.hosted) for each in shares]
+        assert all(each.ended == STATES for each in shares)
+
+
+def train(folder: Path, *, looks: bool, resume: str = "") -> dict[str, Any]:
+    """Train a small model with three replicas; some programs look at all batches of a step before its pass."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    seen: list[list[float]] = []
+    with pliant.join(replicas=3) as job:
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = job.loader(torch.utils.data.TensorDataset(torch.rand(24, 4)), batch_size=2, seed=3)
+        if resume:
+            job.load(resume)
+        for _ in job.epochs(1):
+            for step in loader:
+                if looks:
+                    for (x,) in step:
+                        step.log(total=x.sum())
+                        step.no_backward()
+                    assert step["total"] > 0
+                    assert all(parameter.grad is None for parameter in model.parameters())
+                for (x,) in step:
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                job.on_replicas(lambda _: torch.rand(5), draws=False)
+                seen.append(job.on_replicas(lambda replica: replica + float(torch.rand(()))))
+                torch.rand(3)  # a checkpoint of this step knows of it
+                if step.number == 1 and not resume:
+                    job.save(str(folder / "second.safetensors"))
+    return {"model": model.state_dict(), "seen": seen}
+
+
+def test_a_pass_without_backward_and_draws_outside_of_turns_change_no_bit(tmp_path: Path) -> None:
+    """With a resumed job: its checkpoint has what was drawn after the pass of its step."""
+    plain, looking = train(tmp_path, looks=False), train(tmp_path, looks=True)
+    resumed = train(tmp_path, looks=False, resume=str(tmp_path / "second.safetensors"))
+    assert len(plain["seen"]) == 4
+    assert [int(value) for value in plain["seen"][0]] == [0, 1, 2]
+    assert looking["seen"] == plain["seen"]
+    assert resumed["seen"] == plain["seen"][2:]
+    for name, tensor in plain["model"].items():
+        assert torch.equal(tensor, looking["model"][name])
+        assert torch.equal(tensor, resumed["model"][name])
