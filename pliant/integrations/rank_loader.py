@@ -81,8 +81,6 @@ class _Batches(ReplicaLoader):
 class RankLoader:
     """A feeder that gives each replica what accelerate's loader gives that rank: a list of batches for each step."""
 
-    may_end_early = False
-
     def __init__(
         self,
         dataset: Any,
@@ -112,7 +110,8 @@ class RankLoader:
         )
         self.replicas = Replicas(num_ranks, len(dataset), self._loading)
         """What the job knows of the samples."""
-        self.order_epoch: int | None = None
+        self._sizes: dict[int, int] = {}
+        """The samples of each replica's last step."""
         self._positions: dict[int, DataPosition] = {}
         self._ahead: dict[int, Any] = {}
         """The batch that each replica has loaded ahead."""
@@ -143,6 +142,7 @@ class RankLoader:
             self._load_ahead(replica)
         if not taken:
             raise StopIteration
+        self._sizes[replica] = len(taken) * self._options.batch_size
         return taken
 
     def _load_again(self, replica: int) -> None:
@@ -165,10 +165,12 @@ class RankLoader:
             self._ahead[replica] = self._batches.next(replica)
         self._positions[replica] = position
 
-    def next_size(self, replica: int) -> int:
-        """Return the number of samples in the next step of `replica`."""
-        left = self.num_batches - self._positions[replica].batch
-        return min(self._per_step, left) * self._options.batch_size
+    def last_size(self, replica: int) -> int:
+        """Return the number of samples in the last step of `replica`."""
+        return self._sizes.get(replica, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the order of an epoch is accelerate's."""
 
     def stream(self, replica: int) -> DataPosition:
         """Return the position of `replica` after the batches taken so far."""

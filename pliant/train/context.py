@@ -18,7 +18,7 @@ import functools
 import random
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -273,7 +273,9 @@ def _numpy() -> _NumpyGlobal:
 # --- the position in the data ---
 
 
-_POSITION_HEADER = struct.Struct("<qqq?q")
+_POSITION_HEADER = struct.Struct("<qqq?qIqq")
+_FIRST_HEADER_BYTES = struct.calcsize("<qqq?q")
+"""The size of the header in version 0.1, which had no own data."""
 _WORKER_STATE = struct.Struct(f"<?{RNG_BYTES}s")
 
 
@@ -290,12 +292,36 @@ class DataPosition:
     """The seed of the loader workers' random states; None if it is not drawn yet."""
     workers: tuple[bytes | None, ...] = ()
     """The random state (`RngState.to_bytes`) of each loader worker after its last taken batch; None: as seeded."""
+    checksum: int = 0
+    """Own data: a checksum of the indices drawn or the batches taken in the epoch. Whoever builds the replica's copy
+    again must come to the same."""
+    order: int | None = None
+    """Dealt data: the epoch whose order of samples is used, where the program has set one (`set_epoch`)."""
+    left: int | None = None
+    """Own data: the number of batches that were taken in the epoch that `extra` tells about, if that epoch is over."""
+    extra: bytes = b""
+    """Own data: the state from which the replica's sampler or stream can be built again (a record of
+    `replica_copies`). It does not travel in `to_bytes`, because its size varies."""
 
     def next_epoch(self, options: LoaderOptions) -> DataPosition:
         """Return the beginning of the epoch after this one."""
-        if options.persistent_workers:
-            return DataPosition(self.epoch + 1, base_seed=self.base_seed, workers=self.workers)
-        return DataPosition(self.epoch + 1)
+        kept = options.persistent_workers
+        base_seed, workers = (self.base_seed, self.workers) if kept else (None, ())
+        if not self.extra or (options.stream and options.num_workers and not kept):
+            return DataPosition(self.epoch + 1, base_seed=base_seed, workers=workers)
+        return DataPosition(
+            self.epoch + 1,
+            base_seed=base_seed,
+            workers=workers,
+            checksum=self.checksum,
+            left=self.batch if self.left is None else self.left,
+            extra=self.extra,
+        )
+
+    def is_same(self, other: DataPosition, num_workers: int) -> bool:
+        """Return whether the other position is the same, whether or not loader workers without a state are listed."""
+        ours, theirs = (fill_states(each.workers, num_workers) for each in (self, other))
+        return ours == theirs and replace(self, workers=()) == replace(other, workers=())
 
     @staticmethod
     def size(num_workers: int) -> int:
@@ -304,7 +330,9 @@ class DataPosition:
 
     def to_bytes(self, num_workers: int) -> bytes:
         drawn = self.base_seed is not None
-        parts = [_POSITION_HEADER.pack(self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0)]
+        order, left = (-1 if number is None else number for number in (self.order, self.left))
+        header = (self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0, self.checksum, order, left)
+        parts = [_POSITION_HEADER.pack(*header)]
         for state in fill_states(self.workers, num_workers):
             parts.append(_WORKER_STATE.pack(state is not None, state or b""))
         return b"".join(parts)
@@ -319,10 +347,11 @@ class DataPosition:
         num_workers, rest = divmod(len(data) - _POSITION_HEADER.size, _WORKER_STATE.size)
         if rest or num_workers < 0:
             raise ConfigError(f"{len(data)} bytes are no stream: written by another version?")
-        epoch, batch, consumed, drawn, base_seed = _POSITION_HEADER.unpack_from(data)
+        epoch, batch, consumed, drawn, base_seed, checksum, order, left = _POSITION_HEADER.unpack_from(data)
         states = _WORKER_STATE.iter_unpack(data[_POSITION_HEADER.size :])
         workers = tuple(state if known else None for known, state in states)
-        return cls(epoch, batch, consumed, base_seed if drawn else None, workers)
+        order, left = (None if number < 0 else number for number in (order, left))
+        return cls(epoch, batch, consumed, base_seed if drawn else None, workers, checksum, order, left)
 
 
 def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes | None]:
@@ -337,14 +366,22 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
 # --- the context ---
 
 
+def upgrade_context(data: bytes) -> bytes:
+    """Return the context of a checkpoint of version 0.1 as `ReplicaContext.to_bytes` writes it now."""
+    cut = RNG_BYTES + _FIRST_HEADER_BYTES
+    fresh = DataPosition().to_bytes(0)[_FIRST_HEADER_BYTES:]
+    return data[:cut] + fresh + data[cut:]
+
+
 class ReplicaContext:
     """The random state, data position and buffers of a replica. A context that came as bytes is parsed when it is
     needed: most are only kept for other workers."""
 
-    __slots__ = ("_data", "_num_loaders", "_parts")
+    __slots__ = ("_data", "_extra", "_num_loaders", "_parts")
 
     def __init__(self, random: RngState, stream: DataPosition, buffers: bytes = b"") -> None:
         self._parts: tuple[RngState, DataPosition, bytes] | None = (random, stream, buffers)
+        self._extra = stream.extra
         self._data: bytes | None = None
         self._num_loaders = 0
 
@@ -362,6 +399,11 @@ class ReplicaContext:
         """Its own buffers with `sync_buffers=False`; else all replicas begin with those of replica 0."""
         return self._read()[2]
 
+    @property
+    def extra(self) -> bytes:
+        """The part of its data position that is not in `to_bytes`."""
+        return self._extra
+
     def at(self, stream: DataPosition) -> ReplicaContext:
         """Return the same context at another position in its data."""
         return ReplicaContext(self.random, stream, self.buffers)
@@ -375,7 +417,7 @@ class ReplicaContext:
             assert self._data is not None, "one or the other is there"
             data, cut = self._data, RNG_BYTES + DataPosition.size(self._num_loaders)
             random, stream = RngState.from_bytes(data[:RNG_BYTES]), DataPosition.from_bytes(data[RNG_BYTES:cut])
-            self._parts = random, stream, data[cut:]
+            self._parts = random, replace(stream, extra=self._extra), data[cut:]
         return self._parts
 
     def to_bytes(self, num_loader_workers: int) -> bytes:
@@ -386,7 +428,7 @@ class ReplicaContext:
         return self._data
 
     @classmethod
-    def from_bytes(cls, data: bytes, num_loader_workers: int) -> ReplicaContext:
+    def from_bytes(cls, data: bytes, num_loader_workers: int, extra: bytes = b"") -> ReplicaContext:
         context = cls.__new__(cls)
-        context._data, context._num_loaders, context._parts = data, num_loader_workers, None
+        context._data, context._num_loaders, context._parts, context._extra = data, num_loader_workers, None, extra
         return context

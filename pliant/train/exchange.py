@@ -73,11 +73,15 @@ class StepExchange:
         found = buffers.wait() if buffers is not None else None
         if self.new_buffers is None and found is not None:
             self.new_buffers = self._buffers.unpack(found)
+        own = dict(self.new_contexts)
         messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, figures_bytes)
         if not complete:
             contexts = self.codec.pack_contexts(self.new_contexts)
             gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY)
-            self.codec.read_contexts(_rows_of(gathered), self.new_contexts)
+            self.codec.read_contexts(_rows_of(gathered), self.new_contexts, known)
+        if any(each.has_extras for each in messages):
+            extras = self._engine.all_gather_bytes("extras", self.codec.pack_extras(own, known))
+            self.codec.read_extras(extras, self.new_contexts)
         return messages
 
     def share_order(self, name: str, order: Sequence[int], length: int) -> list[int]:
@@ -100,8 +104,11 @@ def _rows_of(gathered: Handle) -> list[bytes]:
 # --- the messages ---
 
 
-_HEAD = struct.Struct("<QQ?QQ")
-"""The pass, the newest membership that the worker is prepared for, whether its changes fit, two checksums."""
+_HEAD = struct.Struct("<QQ??QQ")
+"""The pass, the newest membership that the worker is prepared for, whether its changes fit, whether extras follow, two
+checksums."""
+_EXTRA = struct.Struct("<IQ")
+"""The replica, and the size of what its own data have kept."""
 _WORD = np.dtype("<u8")
 _CHANGE = np.dtype([("place", "<u2"), ("word", _WORD)])
 _COUNT = struct.Struct("<H")
@@ -128,6 +135,9 @@ class StepMessage:
     checksum: int = 0
     """Of parameters and state, where they are compared; else 0."""
     fits: bool = True
+    has_extras: bool = False
+    """Whether the own data of replicas here have kept something new (`DataPosition.extra`), which follows in a round of
+    its own."""
 
 
 class StepMessageCodec:
@@ -158,7 +168,8 @@ class StepMessageCodec:
             encode_changes(known[replica].to_bytes(self._num_loaders), data)
             for replica, data in zip(self._hosted, whole, strict=True)
         ]
-        head = _HEAD.pack(message.number, message.prepared, None not in changes, message.draws, message.checksum)
+        flags = None not in changes, bool(self._changed_extras(new, known))
+        head = _HEAD.pack(message.number, message.prepared, *flags, message.draws, message.checksum)
         head += pack_sync(message.sync_config, message.measured) + message.figures
         head += b"".join(message.turns).ljust(TURN_BYTES * max(self._blocks), b"\0")
         if self.is_brief:
@@ -187,23 +198,49 @@ class StepMessageCodec:
         end = turns + TURN_BYTES * max(self._blocks)
         messages = []
         for row, count in zip(rows, self._blocks, strict=True):
-            number, prepared, fits, draws, checksum = _HEAD.unpack_from(row)
+            number, prepared, fits, has_extras, draws, checksum = _HEAD.unpack_from(row)
             own = [row[turns + slot * TURN_BYTES : turns + (slot + 1) * TURN_BYTES] for slot in range(count)]
             sync = unpack_sync(row[_HEAD.size : begin])
-            messages.append(StepMessage(number, prepared, *sync, row[begin:turns], own, draws, checksum, fits))
+            messages.append(
+                StepMessage(number, prepared, *sync, row[begin:turns], own, draws, checksum, fits, has_extras)
+            )
         was_brief, self.is_brief = self.is_brief, all(each.fits for each in messages)
         if was_brief and not self.is_brief:
             return messages, False
         for replica, body in self._of_replicas([row[end:] for row in rows], CHANGES_BYTES if was_brief else 0):
             if replica not in new:
                 whole = apply_changes(known[replica].to_bytes(self._num_loaders), body) if was_brief else body
-                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders)
+                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders, known[replica].extra)
         return messages, True
 
-    def read_contexts(self, rows: Sequence[bytes], new: dict[int, ReplicaContext]) -> None:
+    def read_contexts(
+        self, rows: Sequence[bytes], new: dict[int, ReplicaContext], known: Sequence[ReplicaContext]
+    ) -> None:
         for replica, whole in self._of_replicas(rows, 0):
             if replica not in new:
-                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders)
+                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders, known[replica].extra)
+
+    def _changed_extras(
+        self, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext]
+    ) -> list[tuple[int, bytes]]:
+        contexts = [(replica, new[replica]) for replica in self._hosted]
+        return [(replica, context.extra) for replica, context in contexts if context.extra != known[replica].extra]
+
+    def pack_extras(self, own: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext]) -> bytes:
+        """Return what the own data of the replicas here have kept since `known`."""
+        changed = self._changed_extras(own, known)
+        return b"".join(_EXTRA.pack(replica, len(extra)) + extra for replica, extra in changed)
+
+    def read_extras(self, rows: Sequence[bytes], new: dict[int, ReplicaContext]) -> None:
+        """Add what `pack_extras` returned on every worker."""
+        for row in rows:
+            place = 0
+            while place < len(row):
+                replica, size = _EXTRA.unpack_from(row, place)
+                place += _EXTRA.size + size
+                if replica not in self._hosted:
+                    data = new[replica].to_bytes(self._num_loaders)
+                    new[replica] = ReplicaContext.from_bytes(data, self._num_loaders, row[place - size : place])
 
     def _of_replicas(self, bodies: Sequence[bytes], room: int) -> list[tuple[int, bytes]]:
         """Cut the bodies into one part per replica: of `room` bytes, or of equal size if `room` is 0."""

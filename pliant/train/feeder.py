@@ -32,16 +32,19 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 from torch._utils import ExceptionWrapper
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pliant.errors import MustBeReplaced, TrainError
 from pliant.train.context import DataPosition, fill_states
 from pliant.train.loader_process import (
+    BeginStream,
     DropTrack,
     LoadBatch,
     LoadedBatch,
     LoaderSpec,
+    Message,
+    OpenStream,
     OpenTrack,
     fetch_batch,
     parent_ends,
@@ -49,7 +52,9 @@ from pliant.train.loader_process import (
     run_loader_process,
     wrap_exception,
 )
-from pliant.train.sampling import LoaderOptions, batch_indices, num_batches, sample_order
+from pliant.train.replica_stream import StreamResume
+from pliant.train.sampler_copies import IndexDraws, SamplerCopies, draw_int64
+from pliant.train.sampling import PREFETCH_FACTOR, LoaderOptions, batch_indices, num_batches, sample_order
 
 _GRACE_S = 2.0
 """How long a loader process may take to end by itself."""
@@ -107,7 +112,7 @@ class LoaderPool:
         for worker in range(len(self._processes)):
             self._send(worker, OpenTrack(track, base_seed, states[worker] if worker < len(states) else None))
 
-    def load(self, track: int, batch: int, indices: list[int]) -> None:
+    def load(self, track: int, batch: int, indices: Any) -> None:
         """Request a batch. The batches of a track and loader worker must be requested in order."""
         self._send(batch % len(self._processes), LoadBatch(track, batch, indices))
 
@@ -116,7 +121,17 @@ class LoaderPool:
         for worker in range(len(self._processes)):
             self._send(worker, DropTrack(track))
 
-    def _send(self, worker: int, message: OpenTrack | LoadBatch | DropTrack) -> None:
+    def open_stream(self, track: int, base_seed: int, replica: int, resumes: Sequence[StreamResume | None]) -> None:
+        """Make a replica's copies of an iterable dataset, one in each process, and continue each where it was left."""
+        for worker, resume in enumerate(resumes):
+            self._send(worker, OpenStream(track, base_seed, replica, resume))
+
+    def begin_stream(self, track: int, before: int) -> None:
+        """Begin another epoch of the stream of track `before`, under another track."""
+        for worker in range(len(self._processes)):
+            self._send(worker, BeginStream(track, before))
+
+    def _send(self, worker: int, message: Message) -> None:
         try:
             self._tasks[worker].send(message)
         except OSError as error:
@@ -235,7 +250,7 @@ class _Pinner:
                 if isinstance(loaded, _LostProcess):
                     del self._readers[reader]
                 elif not isinstance(loaded.data, ExceptionWrapper):
-                    loaded = LoadedBatch(loaded.track, loaded.batch, _pinned(loaded.data), loaded.state)
+                    loaded = replace(loaded, data=_pinned(loaded.data))
                 self._arrived.put(loaded)
 
     def close(self) -> None:
@@ -254,9 +269,6 @@ def _pinned(data: Any) -> Any:
 # --- the loader ---
 
 
-_PREFETCH_FACTOR = 2
-
-
 @dataclass(slots=True)
 class _HostedReplica:
     """A hosted replica: which batches were taken, and which are on their way."""
@@ -266,45 +278,47 @@ class _HostedReplica:
     turn: int
     share: Tensor
     num_batches: int
+    """The batches of its epoch; with a sampler of its own, those whose indices are drawn."""
     batch: int
     base_seed: int | None
     workers: list[bytes | None]
     asked: int
     """The first batch that was not requested yet."""
+    order: int | None = None
+    """The epoch whose order of samples is used, if the program has set one."""
     track: int | None = None
     replays: dict[int, int] = field(default_factory=dict)
     """Tracks that load batches a second time, with the last batch of each."""
     tracks: dict[int, int] = field(default_factory=dict)
     """The track of each batch that was requested and not taken."""
     loaded: dict[int, LoadedBatch] = field(default_factory=dict)
+    size: int = 0
+    """The samples in the batch that was taken last."""
+    draws: IndexDraws | None = None
+    """Its own sampler, if samples are not dealt."""
+    ended: bool = False
+    """Whether a batch was asked for after the last one."""
 
 
 class Feeder(Protocol):
     """Gives the replicas that this worker hosts their batches."""
 
-    may_end_early: bool
-    """Whether the data of a replica may end before their number says so."""
-    order_epoch: int | None
-    """The epoch whose order of samples is used (`DistributedSampler.set_epoch`); None: the job's own."""
-
     def host(
         self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
     ) -> None: ...
     def next(self, replica: int) -> Any: ...
-    def next_size(self, replica: int) -> int: ...
+    def last_size(self, replica: int) -> int: ...
     def stream(self, replica: int) -> DataPosition: ...
     def has_more(self, replicas: Sequence[int]) -> bool: ...
+    def set_epoch(self, epoch: int) -> None: ...
     def close(self) -> None: ...
 
 
 class NumberFeeder:
     """The feeder of a program that makes its own batches: each replica gets its number, so many times."""
 
-    may_end_early = False
-
     def __init__(self, count: int) -> None:
         self._count = count
-        self.order_epoch: int | None = None
         self._positions: dict[int, DataPosition] = {}
 
     def host(
@@ -317,7 +331,7 @@ class NumberFeeder:
         self._positions[replica] = replace(position, batch=position.batch + 1)
         return replica
 
-    def next_size(self, replica: int) -> int:
+    def last_size(self, replica: int) -> int:
         return 1
 
     def stream(self, replica: int) -> DataPosition:
@@ -326,24 +340,36 @@ class NumberFeeder:
     def has_more(self, replicas: Sequence[int]) -> bool:
         return self._positions[replicas[0]].batch < self._count
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the program makes its own batches."""
+
     def close(self) -> None:
         self._positions = {}
 
 
-class ReplicaLoader:
-    """Loads the batches of the replicas that this worker hosts. Use it in a `with`, or `close` it."""
+def epochs_of(streams: Mapping[int, DataPosition]) -> set[int]:
+    """Return the epoch of these positions, or nothing. Raises TrainError if there are several."""
+    epochs = {stream.epoch for stream in streams.values()}
+    if len(epochs) > 1:
+        raise TrainError(f"replicas in different epochs {sorted(epochs)} cannot be fed by one worker")
+    return epochs
 
-    may_end_early = False
+
+class ReplicaLoader:
+    """Loads the batches of the replicas that this worker hosts. Use it in a `with`, or `close` it.
+
+    The samples are dealt to the replicas, or each replica draws from its own copy of the program's sampler.
+    """
 
     def __init__(self, dataset: Any, options: LoaderOptions, num_replicas: int) -> None:
         self._dataset, self._options, self._num_replicas = dataset, options, num_replicas
-        self._collate = options.collate_fn or default_collate
+        self._collate = options.collate_fn or (default_collate if options.batches else default_convert)
         self._pin = options.pin_memory and torch.cuda.is_available()
         self._hosted: dict[int, _HostedReplica] = {}
         self._pool: LoaderPool | None = None
         self._epoch: int | None = None
-        self.order_epoch: int | None = None
-        """The epoch whose order of samples is used (`DistributedSampler.set_epoch`); None: the job's own."""
+        self._order_epoch: int | None = None
+        self._samplers = None if options.is_dealt else SamplerCopies(dataset, options)
         self._track_numbers = itertools.count()
         # The draws would come from one generator here, but from N equal ones in N processes.
         self._generator = None if options.generator is None else options.generator.get_state()
@@ -369,22 +395,25 @@ class ReplicaLoader:
         epoch unless they are persistent, so that they see the present dataset. `num_replicas` and `options` tell how
         samples are dealt from now on; only `batch_size` may change.
         """
-        epochs = {stream.epoch for stream in streams.values()}
-        if len(epochs) > 1:
-            raise TrainError(f"replicas in different epochs {sorted(epochs)} cannot be fed by one worker")
+        epochs = epochs_of(streams)
+        before, self._hosted = self._hosted, {}
         redealt = (num_replicas or self._num_replicas, options or self._options) != (self._num_replicas, self._options)
         self._num_replicas, self._options = num_replicas or self._num_replicas, options or self._options
         if epochs and epochs != {self._epoch}:
             (self._epoch,) = epochs
             if not self._options.persistent_workers:
                 self._stop()
-        before, self._hosted = self._hosted, {}
+            if self._samplers is not None:
+                self._samplers.changes.begin_epoch([each.draws.sampler for each in before.values() if each.draws])
         orders: dict[int, Tensor] = {}
         for turn, (replica, stream) in enumerate(streams.items()):
             hosted = before.get(replica)
             if hosted is not None and not redealt and self._rewind(hosted, stream):
                 hosted.turn = turn
                 self._hosted[replica] = before.pop(replica)
+                continue
+            if self._samplers is not None:
+                self._hosted[replica] = self._make_sampled(replica, stream, turn, hosted)
                 continue
             if stream.consumed not in orders:
                 orders[stream.consumed] = self._sample_order(stream)
@@ -403,14 +432,18 @@ class ReplicaLoader:
         and without loader processes the samples are made here.
         """
         hosted = self._hosted_replica(replica)
-        if hosted.base_seed is None:
+        if hosted.draws is not None:
+            self._draw_indices(hosted, hosted.draws)
+        elif hosted.base_seed is None:
             hosted.base_seed = self._draw(hosted.stream.epoch)
         if hosted.batch >= hosted.num_batches:
+            hosted.ended = True
             raise StopIteration
         number = hosted.batch
         if self._options.num_workers == 0:
+            indices = self._take_indices(hosted, number)
             hosted.batch += 1
-            data = fetch_batch(self._dataset, self._collate, batch_indices(hosted.share, number, self._options))
+            data = fetch_batch(self._dataset, self._collate, indices, self._options.batches)
             return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
         self._prefetch()
         while number not in hosted.loaded:
@@ -421,27 +454,60 @@ class ReplicaLoader:
             del hosted.replays[track]
             self._running_pool().drop(track)
         hosted.batch += 1
+        hosted.size = loaded.size
         hosted.workers[number % self._options.num_workers] = loaded.state
+        if hosted.draws is not None:
+            hosted.draws.draw()
+            hosted.num_batches = hosted.draws.drawn
         self._prefetch()
         return loaded.take()
 
-    def next_size(self, replica: int) -> int:
-        """Return the number of samples in the next batch of `replica`; 0 at the end of its epoch."""
-        hosted = self._hosted_replica(replica)
-        begin = hosted.batch * self._options.batch_size
-        return max(0, min(len(hosted.share) - begin, self._options.batch_size))
+    def _draw_indices(self, hosted: _HostedReplica, draws: IndexDraws) -> None:
+        """Draw from the replica's sampler what a DataLoader draws before it loads a batch."""
+        if not draws.begun:
+            hosted.base_seed = draws.begin(hosted.base_seed)
+        if self._options.num_workers == 0:
+            draws.draw()
+        hosted.num_batches = draws.drawn
+
+    def _take_indices(self, hosted: _HostedReplica, number: int) -> Any:
+        if hosted.draws is None:
+            indices = batch_indices(hosted.share, number, self._options)
+        else:
+            indices = hosted.draws.pending.pop(number)
+        if self._options.num_workers == 0:
+            hosted.size = len(indices) if self._options.batches else 1
+        return indices
+
+    def last_size(self, replica: int) -> int:
+        """Return the number of samples in the batch that `replica` took last."""
+        return self._hosted_replica(replica).size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of samples of this epoch from the start of the next one on, as `DistributedSampler.set_epoch`.
+        Samplers of the replicas' own that have a `set_epoch` get the call."""
+        self._order_epoch = epoch
+        if self._samplers is not None:
+            copies = [hosted.draws.sampler for hosted in self._hosted.values() if hosted.draws]
+            self._samplers.changes.set_epoch(epoch, copies)
 
     def stream(self, replica: int) -> DataPosition:
         """Return the position of `replica` after the batches taken so far."""
-        hosted = self._hosted_replica(replica)
-        return DataPosition(
-            hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
-        )
+        return self.stream_at(self._hosted_replica(replica))
+
+    def stream_at(self, hosted: _HostedReplica) -> DataPosition:
+        begun = hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
+        if hosted.draws is None:
+            return DataPosition(*begun, order=hosted.order)
+        if not hosted.draws.begun:
+            return hosted.stream
+        return DataPosition(*begun, checksum=hosted.draws.checksum, extra=hosted.draws.record(hosted.ended))
 
     def has_more(self, replicas: Sequence[int]) -> bool:
-        """Return whether these replicas have another batch in their epoch."""
+        """Return whether these replicas may have another batch in their epoch. With samplers of their own that is not
+        known before they are asked for it, and `next` raises StopIteration."""
         hosted = self._hosted_replica(replicas[0])
-        return hosted.num_batches > hosted.batch
+        return not hosted.ended if hosted.draws is not None else hosted.num_batches > hosted.batch
 
     def close(self) -> None:
         """End the loader processes. May be called twice."""
@@ -465,28 +531,74 @@ class ReplicaLoader:
             base_seed=stream.base_seed,
             workers=fill_states(stream.workers, self._options.num_workers),
             asked=stream.batch,
+            order=self._order_of(stream),
         )
 
+    def _make_sampled(
+        self, replica: int, stream: DataPosition, turn: int, before: _HostedReplica | None
+    ) -> _HostedReplica:
+        """Host a replica that draws from its own sampler: from the copy that is here, if it stands there, else from a
+        copy that draws again what was drawn before."""
+        assert self._samplers is not None, "the samples are not dealt"
+        draws = before.draws if before is not None and self._goes_on(before, stream) else None
+        if draws is None:
+            draws = IndexDraws(self._samplers.copy(replica), self._samplers.options)
+            if stream.extra:
+                draws.draw_again(replica, stream)
+            if stream.left is not None:
+                self._samplers.changes.apply_to(draws.sampler)
+        draws.begun = draws.begun and stream.left is None
+        return _HostedReplica(
+            stream=stream,
+            turn=turn,
+            share=torch.empty(0),
+            num_batches=draws.drawn if draws.begun else 0,
+            batch=stream.batch,
+            base_seed=stream.base_seed,
+            workers=fill_states(stream.workers, self._options.num_workers),
+            asked=stream.batch,
+            draws=draws,
+            ended=draws.begun and draws.was_ended(stream),
+        )
+
+    def _goes_on(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
+        """Return whether the replica stands at the end of what was taken in the epoch before `stream`."""
+        left = self.stream_at(hosted)
+        if left.epoch >= stream.epoch:
+            return False
+        while left.epoch < stream.epoch:
+            left = left.next_epoch(self._options)
+        return stream.is_same(left, self._options.num_workers)
+
+    def _order_of(self, stream: DataPosition) -> int | None:
+        """Return the epoch whose order is used, if the program has set one. In an epoch that has begun it stays."""
+        return self._order_epoch if stream.base_seed is None or stream.batch == 0 else stream.order
+
     def _sample_order(self, stream: DataPosition) -> Tensor:
-        epoch = stream.epoch if self.order_epoch is None else self.order_epoch
+        order = self._order_of(stream)
+        epoch = stream.epoch if order is None else order
         return sample_order(len(self._dataset), self._num_replicas, epoch, self._options, stream.consumed)
 
     def _draw(self, epoch: int) -> int:
         """Draw the base seed as `iter(DataLoader)` does."""
         if self._generator is None:
-            return _draw_int64(torch.default_generator)
+            return draw_int64(torch.default_generator)
         generator = torch.Generator()
         generator.set_state(self._generator)
         # One draw per epoch so far, except that persistent loader workers are seeded only once.
         for _ in range(0 if self._options.persistent_workers else epoch):
-            _draw_int64(generator)
-        return _draw_int64(generator)
+            draw_int64(generator)
+        return draw_int64(generator)
 
     def _rewind(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
         """Go back to this position, keeping what was prefetched; return False if that is not possible."""
+        if hosted.draws is not None:
+            return stream.is_same(self.stream_at(hosted), self._options.num_workers)
         again = range(stream.batch, hosted.batch)
         workers = fill_states(stream.workers, self._options.num_workers)
         if (stream.epoch, stream.consumed) != (hosted.stream.epoch, hosted.stream.consumed):
+            return False
+        if self._order_of(stream) != hosted.order:
             return False
         if stream.base_seed != hosted.base_seed or stream.batch > hosted.batch or len(again) > self._depth(1):
             return False
@@ -508,7 +620,7 @@ class ReplicaLoader:
         Together as many as one stock loader has; but at least one for each loader process, because all replicas'
         batches of one step go to the same process, and the others would be idle.
         """
-        factor = self._options.prefetch_factor or _PREFETCH_FACTOR
+        factor = self._options.prefetch_factor or PREFETCH_FACTOR
         return self._options.num_workers * max(1, factor // num_hosted)
 
     def _prefetch(self) -> None:
@@ -537,7 +649,7 @@ class ReplicaLoader:
         return track
 
     def _request(self, hosted: _HostedReplica, track: int, number: int) -> None:
-        self._running_pool().load(track, number, batch_indices(hosted.share, number, self._options))
+        self._running_pool().load(track, number, self._take_indices(hosted, number))
         hosted.tracks[number] = track
 
     def _receive(self, number: int) -> None:
@@ -549,25 +661,24 @@ class ReplicaLoader:
 
     def _drop_tracks(self, hosted: _HostedReplica) -> None:
         """Stop loading for a replica that is no longer hosted here, or elsewhere in its epoch."""
+        if self._pool is None:
+            return
         tracks = [*hosted.replays] if hosted.track is None else [*hosted.replays, hosted.track]
         for track in tracks:
             self._running_pool().drop(track)
 
     def _running_pool(self) -> LoaderPool:
         if self._pool is None:
-            spec = LoaderSpec(self._dataset, self._collate, self._options.worker_init_fn, self._options.num_workers)
+            options = self._options
+            spec = LoaderSpec(
+                self._dataset, self._collate, options.worker_init_fn, options.num_workers, options.batches
+            )
             context, timeout_s = self._options.multiprocessing_context, self._options.timeout_s
             self._pool = LoaderPool(spec, context, pin=self._pin, timeout_s=timeout_s)
         return self._pool
 
     def _stop(self) -> None:
-        """End the loader processes and forget all replicas with their prefetched batches."""
-        self._hosted = {}
+        """End the loader processes."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-def _draw_int64(generator: torch.Generator) -> int:
-    """Draw a number as torch's loader draws its base seed."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -46,8 +46,9 @@ from pliant.train.guard import EVERY
 from pliant.train.optim import find_averaging
 from pliant.train.rendezvous import Left
 from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
-from pliant.train.sampling import LoaderOptions, loader_options
+from pliant.train.sampling import LoaderOptions, loader_options, num_steps
 from pliant.train.step import Step
+from pliant.train.stream_loader import StreamLoader
 from pliant.train.sync import SyncStats, check_sync_options
 from pliant.train.trainer import Trainer
 from pliant.train.wrapping import StateNamespace, check_epoch, check_optimizers, trainable_parameters
@@ -158,12 +159,24 @@ class Loader:
         return self._job._running().steps()
 
     def __len__(self) -> int:
-        """Return the number of steps in an epoch, at the present batch size."""
-        return self._replicas.num_batches
+        """Return the number of steps in an epoch, at the present batch size.
+
+        Raises:
+            TypeError: it is not known, because the sampler or the iterable dataset has no `__len__`.
+        """
+        replicas = self._replicas
+        if not replicas.loading.is_dealt and replicas.steps is None:
+            what = "IterableDataset" if replicas.loading.stream else "sampler"
+            raise TypeError(f"len(loader): the number of steps is not known, because the {what} has no __len__")
+        return replicas.num_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the order of samples of this epoch, as `DistributedSampler.set_epoch`. By default it is the job's."""
-        self._feeder.order_epoch = epoch
+        """Use the order of samples of this epoch. Call it before the loop over the loader.
+
+        Samples that are dealt as by DistributedSampler use the order of the job's epoch by default. Samplers and datasets
+        of the replicas' own get the call where they have a `set_epoch`.
+        """
+        self._feeder.set_epoch(epoch)
 
 
 class Job:
@@ -375,18 +388,47 @@ class Job:
         return model, optimizer
 
     def loader(self, data: Any, **loading: Any) -> Loader:
-        """Return a loader that deals a dataset (or what a DataLoader loads) to the replicas of the job.
+        """Return a loader that gives each replica of the job the batches of a DDP rank.
+
+        A map-style dataset is dealt to the replicas as by DistributedSampler. With any other sampler, a batch sampler or an
+        IterableDataset every replica draws from its own copy, as every rank would. What needs the rank is given as a
+        function of the replica:
+
+            job.loader(dataset, batch_size=8, sampler=lambda replica: MySampler(dataset, rank=replica, num_replicas=4))
+            job.loader(lambda replica: MyStream(rank=replica, num_ranks=4), batch_size=8)
+
+        An IterableDataset that has `state_dict` and `load_state_dict`, or whose iterator has them, continues from its state
+        on another worker; without them all batches of the epoch are taken again there.
 
         Args:
-            data: a map-style dataset, or a `DataLoader`.
-            loading: batch_size (of one replica), shuffle, seed, num_workers and so on, if `data` is a dataset.
+            data: a map-style dataset, an IterableDataset, a function of the replica that returns an IterableDataset, or a
+                `DataLoader`.
+            loading: batch_size (of one replica), shuffle (true by default), sampler, batch_sampler, seed, num_workers and
+                so on, as in DataLoader, if `data` is no DataLoader.
+
+        Raises:
+            Unsliceable: the samples cannot be given to replicas; the message says why and what to do.
+            ConfigError: settings are wrong, unknown, or given twice.
         """
         self._declare("job.loader")
         if self._declared.data is not None:
             raise TrainError("a job has one loader: job.loader was called before")
         dataset, options = loader_options(data, **loading)
-        replicas = Replicas(self.replicas, len(dataset), options)
-        return self.use_feeder(ReplicaLoader(dataset, options, replicas.count), replicas)
+        if not options.is_dealt and self._settings.replicas is None and self._spec is not None:
+            raise ConfigError(
+                "replicas=None deals the samples anew when the number of workers changes, but a sampler or stream of each "
+                "replica's own cannot be dealt: use pliant.join(replicas=N)"
+            )
+        feeder: Feeder
+        if options.is_dealt:
+            replicas = Replicas(self.replicas, len(dataset), options)
+        else:
+            replicas = Replicas(self.replicas, 0, options, num_steps(dataset, options))
+        if options.stream:
+            feeder = StreamLoader(dataset, options, repeats=self._member.elastic, notify=self._notify)
+        else:
+            feeder = ReplicaLoader(dataset, options, replicas.count)
+        return self.use_feeder(feeder, replicas)
 
     def use_feeder(self, feeder: Feeder, replicas: Replicas) -> Loader:
         """Return a loader that takes the batches of each replica from `feeder`. For integrations that deal samples as

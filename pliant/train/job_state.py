@@ -10,7 +10,7 @@ import torch
 from pliant.errors import TrainError
 from pliant.train.adaptation import Adaptation
 from pliant.train.buckets import BucketLayout
-from pliant.train.context import ReplicaContext
+from pliant.train.context import ReplicaContext, upgrade_context
 from pliant.train.events import Progress
 from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer
@@ -82,6 +82,7 @@ class JobState:
             "gradients": [reducer.carried() for reducer in self.reducers],
             "layouts": [self._layout(reducer) for reducer in self.reducers],
             "contexts": [context.to_bytes(replicas.num_loader_workers) for context in contexts],
+            "data": [context.extra for context in contexts],
             "adaptation": self.adaptation.state_dict(),
         }
 
@@ -117,7 +118,13 @@ class JobState:
         if self.averaging is not None:
             self.averaging.before_load(state["progress"][2])
         replicas = self.replicas
-        replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
+        contexts, extras = state["contexts"], state.get("data")
+        if extras is None:  # of a checkpoint of version 0.1
+            contexts, extras = [upgrade_context(data) for data in contexts], [b""] * len(contexts)
+        replicas.contexts = [
+            ReplicaContext.from_bytes(data, replicas.num_loader_workers, extra)
+            for data, extra in zip(contexts, extras, strict=True)
+        ]
         replicas.count = len(replicas.contexts)
         for reducer, layout in zip(self.reducers, layouts, strict=True):
             reducer.use_layout(BucketLayout.from_json(layout) if layout is not None else None)

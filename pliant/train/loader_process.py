@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -35,6 +35,7 @@ from torch.utils.data._utils import worker as torch_worker
 from pliant.child import die_with
 from pliant.errors import MustBeReplaced
 from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.replica_stream import ReplicaStream, StreamEnd, StreamOptions, StreamResume
 
 parent_ends: set[Connection[Any, Any] | socket.socket] = set()
 """The parent's ends of all pipes to loader processes. A forked process closes its copies, which would keep others open.
@@ -49,6 +50,10 @@ class LoaderSpec:
     collate_fn: Callable[[list[Any]], Any]
     worker_init_fn: Callable[[int], None] | None
     num_workers: int
+    batches: bool = True
+    """If false, the dataset gives whole batches."""
+    streams: StreamOptions | None = None
+    """How to iterate over an iterable dataset; None for a map-style one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,14 @@ class LoadedBatch:
     track: int
     batch: int
     data: Any
+    """A `StreamEnd` after the last batch of a stream."""
     state: bytes
+    size: int = 1
+    """The samples in it."""
+    start: bytes | None = None
+    """With the first batch of a stream: the state with which its epoch began."""
+    kept: bytes | None = None
+    """The state of a stream after this batch, if it has one to load."""
 
     def take(self) -> Any:
         """Return the batch, or raise what the dataset raised, with the traceback of the loader process."""
@@ -75,10 +87,30 @@ class OpenTrack:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Make the copy of a replica's stream for this loader worker."""
+
+    track: int
+    base_seed: int
+    replica: int
+    resume: StreamResume | None
+    """Where it continues; None: at its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStream:
+    """Begin another epoch of a stream, under another track."""
+
+    track: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadBatch:
     track: int
     batch: int
-    indices: list[int]
+    indices: Any
+    """None for a stream, which gives its next batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +118,19 @@ class DropTrack:
     track: int
 
 
+Message = OpenTrack | OpenStream | BeginStream | LoadBatch | DropTrack
+
+
 def wrap_exception(where: str) -> ExceptionWrapper:
     """Wrap the exception being handled, so that the parent can raise it with its type and traceback."""
     return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
-def fetch_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any], indices: list[int]) -> Any:
-    """Return the batch of these samples. A dataset with `__getitems__` is asked once for all of them."""
+def fetch_batch(dataset: Any, collate_fn: Callable[[Any], Any], indices: Any, batches: bool = True) -> Any:
+    """Return the batch of these samples. A dataset with `__getitems__` is asked once for all of them. If `batches` is
+    false, `indices` is one index, and the dataset gives a whole batch for it."""
+    if not batches:
+        return collate_fn(dataset[indices])
     if getattr(dataset, "__getitems__", None):
         return collate_fn(dataset.__getitems__(indices))
     return collate_fn([dataset[index] for index in indices])
@@ -110,10 +148,11 @@ def run_loader_process(
     _detach(parent, tie)
     torch.set_num_threads(1)
     inbox = _MessageReader(tasks)
-    workers = _LoaderWorkers(spec, worker)
+    workers: _LoaderWorkers | _StreamWorkers
+    workers = _LoaderWorkers(spec, worker) if spec.streams is None else _StreamWorkers(spec, worker, spec.streams)
     while (message := inbox.get()) is not None:
         match message:
-            case OpenTrack():
+            case OpenTrack() | OpenStream() | BeginStream():
                 workers.open(message)
             case LoadBatch() if inbox.is_wanted(message.track):
                 try:
@@ -129,7 +168,7 @@ def _pack_batch(loaded: LoadedBatch) -> SharedMessage:
         return pack_shared(loaded)
     except Exception:
         problem = wrap_exception("while a batch was pickled, to be sent from the loader process")
-        return pack_shared(LoadedBatch(loaded.track, loaded.batch, problem, loaded.state))
+        return pack_shared(replace(loaded, data=problem))
 
 
 def _detach(parent: int, tie: bool) -> None:
@@ -156,11 +195,11 @@ class _MessageReader:
 
     def __init__(self, tasks: Connection[Any, Any]) -> None:
         self._tasks = tasks
-        self._messages: queue.SimpleQueue[OpenTrack | LoadBatch | DropTrack | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         threading.Thread(target=self._read, name="pliant-inbox", daemon=True).start()
 
-    def get(self) -> OpenTrack | LoadBatch | DropTrack | None:
+    def get(self) -> Message | None:
         """Return the next message; None at the end."""
         message = self._messages.get()
         return None if self._ended else message
@@ -178,7 +217,10 @@ class _MessageReader:
             except (EOFError, OSError):
                 message = None
             match message:
-                case OpenTrack():
+                case OpenTrack() | OpenStream():
+                    self._wanted.add(message.track)
+                case BeginStream():
+                    self._wanted.discard(message.before)
                     self._wanted.add(message.track)
                 case DropTrack():
                     self._wanted.discard(message.track)
@@ -204,8 +246,9 @@ class _LoaderWorkers:
         self._seeds: dict[int, int] = {}
         self._beginnings: dict[int, _SeededWorker] = {}
 
-    def open(self, message: OpenTrack) -> None:
+    def open(self, message: Message) -> None:
         """Make a loader worker with the given state."""
+        assert isinstance(message, OpenTrack), "tracks of map-style datasets"
         self._seeds[message.track] = message.base_seed
         self._introduce(message.track)
         # Only the first loader worker with a base seed is really initialised, so `worker_init_fn` is not called again
@@ -218,10 +261,7 @@ class _LoaderWorkers:
 
     def _begin(self, base_seed: int) -> _SeededWorker:
         """Do what torch's loader worker does before its first batch."""
-        seed = base_seed + self._worker
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(base_seed, self._worker))  # type: ignore[no-untyped-call]
+        _seed_worker(base_seed, self._worker)
         failure = None
         if self._spec.worker_init_fn is not None:
             try:
@@ -237,11 +277,12 @@ class _LoaderWorkers:
         data: Any = self._beginnings[self._seeds[track]].failure
         if data is None:
             try:
-                data = fetch_batch(self._spec.dataset, self._spec.collate_fn, message.indices)
+                data = fetch_batch(self._spec.dataset, self._spec.collate_fn, message.indices, self._spec.batches)
             except Exception:
                 data = wrap_exception(f"in loader process {self._worker}")
         state = self._states[track] = capture_rng()
-        return LoadedBatch(track, message.batch, data, state.to_bytes())
+        size = len(message.indices) if self._spec.batches else 1
+        return LoadedBatch(track, message.batch, data, state.to_bytes(), size)
 
     def drop(self, track: int) -> None:
         self._states.pop(track, None)
@@ -249,12 +290,95 @@ class _LoaderWorkers:
 
     def _introduce(self, track: int) -> None:
         """Make `torch.utils.data.get_worker_info` describe the loader worker of this track."""
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._worker,
-            num_workers=self._spec.num_workers,
-            seed=self._seeds[track] + self._worker,
-            dataset=self._spec.dataset,
-        )
+        _introduce(self._worker, self._spec.num_workers, self._seeds[track], self._spec.dataset)
+
+
+def _seed_worker(base_seed: int, worker: int) -> None:
+    """Seed the generators as torch's loader worker does."""
+    random.seed(base_seed + worker)
+    torch.manual_seed(base_seed + worker)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
+
+
+def _introduce(worker: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker, num_workers=num_workers, seed=base_seed + worker, dataset=dataset
+    )
+
+
+@dataclass(slots=True)
+class _StreamWorker:
+    """The loader worker of one replica: its stream and its random state."""
+
+    base_seed: int
+    stream: ReplicaStream
+    state: RngState
+    start: bytes | None
+    """The state with which the epoch began, until it is sent."""
+    failure: ExceptionWrapper | None = None
+
+
+class _StreamWorkers:
+    """The loader workers that one process stands for, by track: each has its own copy of an iterable dataset."""
+
+    def __init__(self, spec: LoaderSpec, worker: int, options: StreamOptions) -> None:
+        self._spec, self._worker, self._options = spec, worker, options
+        self._tracks: dict[int, _StreamWorker] = {}
+
+    def open(self, message: Message) -> None:
+        if isinstance(message, BeginStream):
+            found = self._tracks[message.track] = self._tracks.pop(message.before)
+            self._introduce(found)
+            restore_rng(found.state)
+            self._try(found, lambda: found.stream.begin())
+            return
+        assert isinstance(message, OpenStream), "tracks of iterable datasets"
+        stream = ReplicaStream(self._spec.dataset, message.replica, self._options, self._spec.collate_fn)
+        found = self._tracks[message.track] = _StreamWorker(message.base_seed, stream, capture_rng(), None)
+        self._try(found, lambda: self._begin(found, message.resume))
+
+    def _begin(self, found: _StreamWorker, resume: StreamResume | None) -> None:
+        """Do what torch's loader worker does before its first batch; or continue where the stream was left."""
+        found.stream.make()
+        self._introduce(found)
+        _seed_worker(found.base_seed, self._worker)
+        if self._spec.worker_init_fn is not None:
+            self._spec.worker_init_fn(self._worker)
+        if resume is not None:
+            found.stream.resume(resume)
+        if resume is None or resume.is_over:
+            found.stream.begin()
+
+    def _try(self, found: _StreamWorker, action: Callable[[], None]) -> None:
+        try:
+            action()
+            found.start = found.stream.start
+        except Exception:
+            found.failure = wrap_exception(f"in loader process {self._worker}")
+        found.state = capture_rng()
+
+    def load(self, message: LoadBatch) -> LoadedBatch:
+        found = self._tracks[message.track]
+        self._introduce(found)
+        restore_rng(found.state)
+        data: Any = found.failure
+        if data is None:
+            try:
+                data = found.stream.fetch()
+            except StopIteration:
+                data = StreamEnd()
+            except Exception:
+                data = wrap_exception(f"in loader process {self._worker}")
+        state = found.state = capture_rng()
+        kept = found.stream.save() if found.failure is None else None
+        start, found.start = found.start, None
+        return LoadedBatch(message.track, message.batch, data, state.to_bytes(), found.stream.size, start, kept)
+
+    def drop(self, track: int) -> None:
+        self._tracks.pop(track, None)
+
+    def _introduce(self, found: _StreamWorker) -> None:
+        _introduce(self._worker, self._spec.num_workers, found.base_seed, found.stream.dataset)
 
 
 # --- batches in shared memory ---

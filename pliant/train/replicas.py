@@ -139,7 +139,9 @@ def _groups_by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 class Replicas:
     """The number of replicas, their contexts, and how the samples are dealt to them."""
 
-    def __init__(self, count: int, num_samples: int, loading: LoaderOptions) -> None:
+    def __init__(self, count: int, num_samples: int, loading: LoaderOptions, steps: int | None = None) -> None:
+        """`num_samples` are those of a dataset that is dealt; `steps` are those of an epoch of own data, if known."""
+        self.steps = steps
         self.count = count
         """N. It is fixed, unless it follows the number of workers."""
         self.contexts: list[ReplicaContext] = []
@@ -156,12 +158,16 @@ class Replicas:
 
     @property
     def num_batches(self) -> int:
-        """Batches of each replica in a whole epoch, at the present batch size."""
+        """Batches of each replica in a whole epoch, at the present batch size; 0 if that is not known."""
+        if not self.loading.is_dealt:
+            return self.steps or 0
         return num_batches(self.num_samples, self.count, self.loading)
 
     def batches_left(self, epoch: int) -> int:
-        """Return the batches of each replica that are left in this epoch."""
+        """Return the batches of each replica that are left in this epoch; at least 1 if that is not known."""
         stream = self.stream_of(0, epoch)
+        if not self.loading.is_dealt:
+            return 1 if self.steps is None else self.steps - stream.batch
         return num_batches(self.num_samples, self.count, self.loading, stream.consumed) - stream.batch
 
     def stream_of(self, replica: int, epoch: int) -> DataPosition:
@@ -196,8 +202,10 @@ class Replicas:
         """Change the batch size from the next step on: deal the rest of the epoch anew.
 
         Raises:
-            ConfigError: an epoch would not have one such batch.
+            ConfigError: an epoch would not have one such batch, or the data are not dealt.
         """
+        if not self.loading.is_dealt:
+            raise ConfigError("each replica draws from its own sampler or stream, with a batch size of its own")
         if num_batches(self.num_samples, self.count, replace(self.loading, batch_size=size)) == 0:
             raise ConfigError(
                 f"{self.num_samples} samples give {self.count} replicas not one batch of {size}: "

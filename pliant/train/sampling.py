@@ -1,8 +1,9 @@
 """The options of a data loader, and the samples that they give each of N replicas in an epoch.
 
-The options are read off a `DataLoader` or given with a dataset. Only what a `DistributedSampler` can do is accepted,
-because only that can be dealt to replicas. The samples are those that N processes with `DistributedSampler` and
-`DataLoader` would get. Nothing is loaded here.
+The options are read off a `DataLoader` or given with a dataset. Data are either *dealt* or *own*. What a
+`DistributedSampler` can do is dealt: the samples of all replicas are a pure function of the epoch, those that N processes
+with `DistributedSampler` and `DataLoader` would get. With any other sampler, a batch sampler or an iterable dataset each
+replica draws from its own copy, as each of N processes would. Nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, Unsliceable
+from pliant.train.replica_copies import is_function_of_replica, is_map, is_stream
 
 if TYPE_CHECKING:
     from pliant.train.context import DataPosition
@@ -32,6 +34,8 @@ class LoaderOptions:
 
     batch_size: int = 1
     """The batch size of one replica."""
+    batches: bool = True
+    """If false, the dataset gives whole batches (`batch_size=None` of `DataLoader`)."""
     shuffle: bool = True
     seed: int = 0
     """The seed of the order of samples."""
@@ -39,6 +43,13 @@ class LoaderOptions:
     """Drop a replica's last batch if it is short (`DataLoader`)."""
     sampler_drop_last: bool = False
     """Drop samples that are too few for all replicas, rather than repeat some (`DistributedSampler`)."""
+    sampler: Any = None
+    """Gives the indices of each replica: a sampler, of which each replica has a copy, or a function of the replica that
+    returns its sampler. None: samples are dealt."""
+    batch_sampler: Any = None
+    """The same for a sampler that gives the indices of whole batches."""
+    stream: bool = False
+    """Whether the dataset is an `IterableDataset`."""
     num_workers: int = 0
     """The loader processes of one worker, whatever the number of replicas it hosts."""
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -75,57 +86,104 @@ class LoaderOptions:
             if self.multiprocessing_context not in known:
                 raise ConfigError(f"multiprocessing_context={self.multiprocessing_context!r}: choose from {known}")
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the samples of all replicas are a function of the epoch; if not, each replica draws its own."""
+        return not self.stream and self.sampler is None and self.batch_sampler is None
 
-_NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
+    @property
+    def prefetched(self) -> int:
+        """How many batches of indices a `DataLoader` draws ahead."""
+        return self.num_workers * (self.prefetch_factor or PREFETCH_FACTOR)
+
+    def index_source(self, sampler: Any, batch_sampler: Any) -> Any:
+        """Return what gives the indices of one batch after the other, as in a `DataLoader` with these samplers."""
+        if batch_sampler is not None:
+            return batch_sampler
+        return BatchSampler(sampler, self.batch_size, self.drop_last) if self.batches else sampler
+
+
+PREFETCH_FACTOR = 2
+_NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions) if field.name not in ("batches", "stream"))
 _SAMPLER_NAMES = ("seed", "sampler_drop_last")
 """Settings that a `DataLoader` does not have unless it has a `DistributedSampler`."""
 
 
 def loader_options(source: Any, **overrides: Any) -> tuple[Any, LoaderOptions]:
-    """Return the dataset in `source` (a map-style dataset or a `DataLoader`), and the options to load it with.
+    """Return the dataset in `source` and the options to load it with.
 
-    The `num_replicas` and `rank` of a sampler are ignored, because the job decides who gets which share. Of a
-    `DataLoader` only `seed` and `sampler_drop_last` can be overridden.
+    `source` is a dataset (map-style or iterable), a function of the replica that returns its iterable dataset, or a
+    `DataLoader`. The `num_replicas` and `rank` of a DistributedSampler are ignored, because the job decides who gets which
+    share. Of a `DataLoader` only `seed` and `sampler_drop_last` can be overridden.
 
     Raises:
-        Unsliceable: its samples cannot be dealt to replicas.
+        Unsliceable: its samples cannot be given to replicas.
         ConfigError: settings are wrong, unknown, or given twice.
     """
-    for name in ("sampler", "batch_sampler"):
-        if name in overrides:
-            raise Unsliceable(f"{name}=...: {_CUSTOM_ORDER}")
     unknown = sorted(set(overrides) - set(_NAMES))
     if unknown:
         raise ConfigError(f"unknown loader settings {', '.join(unknown)}: known are {', '.join(_NAMES)}")
     if isinstance(source, DataLoader):
-        settings = _settings_of(source, overrides)
-        dataset = source.dataset
+        dataset, settings = source.dataset, _settings_of(source, overrides)
     else:
-        settings = overrides
-        dataset = source
-    _check_dataset(dataset)
+        dataset, settings = source, _settings_beside(source, overrides)
     return dataset, LoaderOptions(**settings)
 
 
-_CUSTOM_ORDER = (
-    "the order of samples must be known to every worker, whichever replicas it hosts. Use shuffle=True or False, or "
-    "a DistributedSampler; a fixed subset or weighting can be put into the dataset (torch.utils.data.Subset)"
+def _settings_beside(dataset: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings for a dataset that is given without a DataLoader."""
+    settings = dict(given)
+    stream = settings["stream"] = is_stream(dataset) or is_function_of_replica(dataset)
+    if not stream and not is_map(dataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} is no dataset: give one with __len__ and __getitem__, a torch.utils.data."
+            "IterableDataset, a function of the replica that returns one, or a DataLoader"
+        )
+    if type(batches := settings.get("batch_sampler")) is BatchSampler and "sampler" not in settings:
+        own = {"sampler": batches.sampler, "batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        if set(own) & set(settings):
+            raise ConfigError(f"{', '.join(sorted(set(own) & set(settings)))} beside batch_sampler=: leave it out")
+        settings |= own | {"batch_sampler": None}
+    sampler, batch_sampler = settings.get("sampler"), settings.get("batch_sampler")
+    if settings.get("batch_size", 1) is None:
+        if settings.get("drop_last"):
+            raise ConfigError("drop_last=True with batch_size=None: there are no batches to drop")
+        if not stream and sampler is None:
+            raise Unsliceable(_NO_BATCHES)
+        settings |= {"batch_size": 1, "batches": False}
+    if stream:
+        if sampler is not None or batch_sampler is not None or settings.get("shuffle"):
+            raise ConfigError("an IterableDataset gives its own order: leave out sampler, batch_sampler and shuffle")
+        return settings | {"shuffle": False}
+    if batch_sampler is not None:
+        twice = [name for name in ("batch_size", "shuffle", "drop_last", "sampler") if settings.get(name)]
+        if twice:
+            raise ConfigError(f"{', '.join(twice)} beside batch_sampler=, which gives whole batches: leave it out")
+        _check_sampler(batch_sampler, "batch_sampler")
+        return settings | {"shuffle": False, "batch_size": _size_of_batches(batch_sampler)}
+    if sampler is not None:
+        if settings.get("shuffle"):
+            raise ConfigError("shuffle=True beside sampler=, which gives the order: leave one of them out")
+        order = _dealt_order(sampler)
+        if order is not None and not settings.get("batches", True):
+            raise Unsliceable(_NO_BATCHES)
+        if order is None:
+            _check_sampler(sampler, "sampler")
+            return settings | {"shuffle": False}
+        return settings | {"sampler": None} | order
+    return settings
+
+
+_NO_BATCHES = (
+    "batch_size=None: without batches there are no equal shares. Give a batch_size; if the dataset makes batches itself, "
+    "let it give one sample at a time, or give a sampler of each replica's own"
 )
 
 
 def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    _check_dataset(loader.dataset)
-    batches = loader.batch_sampler
-    if batches is None:
-        raise Unsliceable(
-            "batch_size=None: without batches there are no equal shares. Give the DataLoader a batch_size; "
-            "if the dataset makes batches itself, let it give one sample at a time"
-        )
-    if type(batches) is not BatchSampler:
-        raise Unsliceable(f"batch_sampler {type(batches).__name__}: {_CUSTOM_ORDER}")
     if not loader.in_order:
         raise Unsliceable("in_order=False: the order of batches would depend on timing. Leave it out")
-    order = _sampler_settings(batches.sampler)
+    order = _order_of(loader)
     twice = sorted(name for name in overrides if name in order or name not in _SAMPLER_NAMES)
     if twice:
         raise ConfigError(
@@ -133,8 +191,8 @@ def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str
             "set it there, or give the dataset instead of the DataLoader"
         )
     return {
-        "batch_size": batches.batch_size,
-        "drop_last": batches.drop_last,
+        "batch_size": loader.batch_size or 1,
+        "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
         "worker_init_fn": loader.worker_init_fn,
@@ -144,36 +202,91 @@ def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str
         "generator": loader.generator,
         "multiprocessing_context": loader.multiprocessing_context,
         "timeout_s": loader.timeout,
-        "shuffle": isinstance(batches.sampler, RandomSampler),
         **order,
         **overrides,
     }
 
 
-def _sampler_settings(sampler: Any) -> dict[str, Any]:
-    # A subclass may do anything, so only torch's own types are accepted.
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the settings that say which samples a DataLoader gives in which order."""
+    batches: Any = loader.batch_sampler
+    if is_stream(loader.dataset):
+        return {"stream": True, "shuffle": False, "batches": batches is not None}
+    if not is_map(loader.dataset):
+        raise ConfigError(f"{type(loader.dataset).__name__} is no map-style dataset: it needs __len__ and __getitem__")
+    if batches is not None and type(batches) is not BatchSampler:
+        _check_sampler(batches, "batch_sampler")
+        return {"shuffle": False, "batch_sampler": batches, "batch_size": _size_of_batches(batches), "drop_last": False}
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    order = _dealt_order(sampler)
+    if order is None:
+        _check_sampler(sampler, "sampler")
+        order = {"shuffle": False, "sampler": sampler, "batches": batches is not None}
+    elif batches is None:
+        raise Unsliceable(_NO_BATCHES)
+    if batches is not None:  # a BatchSampler may also be given as such
+        order |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    return order
+
+
+def _dealt_order(sampler: Any) -> dict[str, Any] | None:
+    """Return the settings that deal samples to replicas as this sampler would; None if each replica needs a copy."""
+    # A subclass may do anything, so only torch's own types are dealt.
     if type(sampler) is DistributedSampler:
         return {"shuffle": sampler.shuffle, "seed": sampler.seed, "sampler_drop_last": sampler.drop_last}
-    if type(sampler) is RandomSampler:
-        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-            raise Unsliceable(
-                f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples}): {_CUSTOM_ORDER}"
-            )
-        return {}
-    if type(sampler) is SequentialSampler:
-        return {}
-    raise Unsliceable(f"sampler {type(sampler).__name__}: {_CUSTOM_ORDER}")
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return {"shuffle": True}
+    return {"shuffle": False} if type(sampler) is SequentialSampler else None
 
 
-def _check_dataset(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise Unsliceable(
-            f"{name} is an IterableDataset, of which no replica can be given its own part, or the place where another "
-            "worker stopped. Use a map-style dataset (with __len__ and __getitem__)"
+def _check_sampler(sampler: Any, name: str) -> None:
+    """Raise ConfigError if replicas cannot have copies of this sampler."""
+    kind = sampler.__name__ if isinstance(sampler, type) else type(sampler).__name__
+    if is_function_of_replica(sampler):
+        return
+    if isinstance(sampler, type) or not (hasattr(sampler, "__iter__") or hasattr(sampler, "__getitem__")):
+        raise ConfigError(
+            f"{name}={kind}: give a sampler, or a function of the replica: {name}=lambda replica: {kind}(...)"
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"{name} is no map-style dataset: give one with __len__ and __getitem__, or a DataLoader")
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        rank, ranks = (getattr(each, attribute, None) for attribute in ("rank", "num_replicas"))
+        if isinstance(rank, int) and isinstance(ranks, int):
+            raise ConfigError(
+                f"{name} {kind} is that of rank {rank} of {ranks}, and all replicas would have the same samples: give a "
+                f"function of the replica, {name}=lambda replica: {kind}(..., num_replicas=job.replicas, rank=replica)"
+            )
+
+
+def _size_of_batches(batch_sampler: Any) -> int:
+    """Return the batch size that a batch sampler names; 1 if it names none."""
+    size = getattr(batch_sampler, "batch_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def num_steps(dataset: Any, options: LoaderOptions) -> int | None:
+    """Return the number of batches of each replica in an epoch of own data; None if it is not known."""
+    try:
+        if options.stream:
+            stream = dataset(0) if is_function_of_replica(dataset) else dataset
+            _check_stream(stream)
+            length = len(stream)
+            if not options.batches:
+                return length
+            return length // options.batch_size if options.drop_last else math.ceil(length / options.batch_size)
+        samplers = (
+            each(0) if is_function_of_replica(each) else each for each in (options.sampler, options.batch_sampler)
+        )
+        return len(options.index_source(*samplers))
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_stream(stream: Any) -> None:
+    if not is_stream(stream):
+        raise ConfigError(
+            f"the function of the replica has returned a {type(stream).__name__}: it must return an IterableDataset. A "
+            "map-style dataset is given as it is, with a function of the replica as sampler"
+        )
 
 
 # --- which samples ---

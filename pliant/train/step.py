@@ -124,13 +124,25 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
                 "on a loss of this turn, or step.skip() where a replica contributes nothing"
             )
     for rare, what in (
-        (Outcome.PASSED_OVER, "left step {step} without a loop over it (continue or break)"),
-        (Outcome.NO_DATA, "has no more data at step {step}"),
-        (Outcome.LOGGED, "called step.no_backward() in a pass of step {step}"),
+        (
+            Outcome.NO_DATA,
+            "the data of replica {one} ended before step {step}, but those of replica {other} did not: the samplers or "
+            "streams of all replicas must give equally many batches",
+        ),
+        (
+            Outcome.PASSED_OVER,
+            "replica {one} left step {step} without a loop over it (continue or break), but replica {other} did not: all "
+            "replicas must do the same",
+        ),
+        (
+            Outcome.LOGGED,
+            "replica {one} called step.no_backward() in a pass of step {step}, but replica {other} did not: all replicas must "
+            "do the same",
+        ),
     ):
         if rare in outcomes and set(outcomes) != {rare}:
             one, other = outcomes.index(rare), next(i for i, each in enumerate(outcomes) if each is not rare)
-            return f"replica {one} {what.format(step=step)}, but replica {other} did not: all replicas must do the same"
+            return what.format(one=one, other=other, step=step)
     summed = {row.models for row in rows if row.outcome is Outcome.SUMMED}
     if len(summed) > 1:
         first = next(row.models for row in rows if row.outcome is Outcome.SUMMED)

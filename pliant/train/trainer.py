@@ -74,6 +74,8 @@ T = TypeVar("T")
 COMPLAINT_WAIT_S = 10.0
 """How long a worker that has found an error waits until all others have found it, too."""
 StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
+Batch = tuple[Any, int] | tuple[()]
+"""A batch and its number of samples; nothing if the data of its replica have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,9 @@ class Trainer:
         self._passes_in_step = 0
         self._owes_pass = False
         """Whether the program has left a step by `break` before its first pass."""
-        self._first_batch: tuple[Any, int] | None = None
-        """The batch of the first replica hosted here, loaded when the step began, and its number of samples."""
-        self._batches: dict[int, tuple[Any, int]] = {}
+        self._first_batch: Batch | None = None
+        """The batch of the first replica hosted here, loaded when the step began."""
+        self._batches: dict[int, Batch] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         """What each replica has kept for the next pass of this step."""
         self._new_kept: dict[int, dict[str, Any]] = {}
@@ -380,10 +382,13 @@ class Trainer:
                 self._remember_start()
                 self.adaptation.begin_epoch()
                 self._run_outer_code(loads=True)
-                self._versions = self._count_writes()
-                return True
-            if self.feeder.may_end_early:
-                self._pass_over(Outcome.NO_DATA)
+                if self._first_batch:
+                    self._versions = self._count_writes()
+                    return True
+                if not self.wait_for_sums():
+                    continue
+                self._pass_over(ended=True)  # so that all workers know, whichever replicas they host
+                self._batches, self._first_batch, self._passes_in_step = {}, None, 0
             if not self.wait_for_sums() or self._await_newcomers() is not None:
                 continue
             if self.sync.may_defer:
@@ -404,6 +409,13 @@ class Trainer:
             for replica in self.hosted:
                 restore_rng(contexts[replica].random, self._device)
                 self._batches[replica] = self._load(replica)
+
+    def _load(self, replica: int) -> Batch:
+        """Return the next batch of a replica, whose random state is in force."""
+        try:
+            return self.feeder.next(replica), self.feeder.last_size(replica)
+        except StopIteration:
+            return ()
 
     def _count_writes(self) -> int:
         return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
@@ -428,7 +440,7 @@ class Trainer:
         if step is None or self.phases.phase is Phase.TAKEN_BACK:
             return
         if not self._passes_in_step:
-            self._pass_over(Outcome.PASSED_OVER)
+            self._pass_over()
         if self.is_taken_back or (self.adaptation.has_decided and not self.wait_for_sums()):
             return  # decisions wait until the step surely counts
         self._batches, self._first_batch, self._passes_in_step, self._kept = {}, None, 0, {}
@@ -482,7 +494,11 @@ class Trainer:
         self._left_early = True
         try:
             while isinstance(action, TakeTurn):
-                yield self._begin_turn(action.slot)
+                batch = self._begin_turn(action.slot)
+                if batch:
+                    yield batch[0]
+                else:
+                    self.running_turn("the end of data").outcome = Outcome.NO_DATA
                 action = self._perform(self._end_turn(), self._exchange_turns)
             self._left_early = False
         finally:
@@ -522,8 +538,8 @@ class Trainer:
         for reducer in self.reducers:
             reducer.begin_pass(is_pending=is_pending, begins_step=not self._passes_in_step)
 
-    def _begin_turn(self, slot: int) -> Any:
-        """Give the replica in this slot its context, and return its batch."""
+    def _begin_turn(self, slot: int) -> Batch:
+        """Give the replica in this slot its context, and return its batch; nothing if its data have ended."""
         if slot == 0:
             self._begin_turns()
         replica = self.hosted[slot]
@@ -542,17 +558,12 @@ class Trainer:
             self._batches[replica] = self._load(replica)
             if self._draws is not None:
                 restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
-        batch, size = self._batches[replica]
+        batch = self._batches[replica]
         if self.changes.is_ending:
             self.changes.end(self.progress.step, self.size)
         self._timer.begin_turn(self.deferred.waits.seconds)
-        self.reducers[0].record_samples(size, self._loss_scale)
+        self.reducers[0].record_samples(batch[1] if batch else 0, self._loss_scale)
         return batch
-
-    def _load(self, replica: int) -> tuple[Any, int]:
-        """Return the next batch of a replica, and its number of samples."""
-        size = self.feeder.next_size(replica)
-        return self.feeder.next(replica), size
 
     def _begin_turns(self) -> None:
         """Begin the turns of a pass, for the first time or again in another view."""
@@ -606,8 +617,9 @@ class Trainer:
             }
         self._turns.append(turn)
 
-    def _pass_over(self, outcome: Outcome) -> None:
-        """Take the batches of a step that the program has left without a pass: with DDP they are loaded, too."""
+    def _pass_over(self, *, ended: bool = False) -> None:
+        """Take the batches of a step that the program has left without a pass: with DDP they are loaded, too. If the data
+        have `ended` here, tell all workers."""
 
         def exchange() -> Action:
             self._turns = []
@@ -616,17 +628,17 @@ class Trainer:
                 self._host()
             for slot, replica in enumerate(self.hosted):
                 if slot == 0 and self._first_batch is not None:
-                    self._first_batch = None
+                    batch, self._first_batch = self._first_batch, None
                 else:
                     self.replica_switch.restore(self.replicas.contexts[replica], self.state.first_buffers)
-                    if outcome is Outcome.PASSED_OVER:
-                        self.feeder.next(replica)
+                    batch = self._load(replica)
                     if self._draws is not None:
                         restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
+                outcome = Outcome.PASSED_OVER if batch else Outcome.NO_DATA
                 self._keep_context(Turn(replica, slot, slot == len(self.hosted) - 1, outcome))
             return self._exchange_turns()
 
-        if outcome is Outcome.PASSED_OVER:
+        if not ended:
             self._draws = self._draws_so_far()
         self._outer = None
         self.state.keep_first_buffers()

@@ -40,6 +40,10 @@ def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Par
 
 def check_epoch(replicas: Replicas) -> None:
     """Raise ConfigError if an epoch does not have a single batch."""
+    if not replicas.loading.is_dealt:
+        if replicas.steps == 0:
+            raise ConfigError("the sampler or dataset has not one batch: use a smaller batch_size, or drop_last=False")
+        return
     if replicas.num_batches == 0:
         raise ConfigError(
             f"{replicas.num_samples} samples give {replicas.count} replicas not one batch of "

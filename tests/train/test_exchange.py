@@ -60,6 +60,8 @@ class World:
         self.rows = [StepMessageCodec(0) for _ in blocks]
         self.known = [_contexts(7, sum(blocks)) for _ in blocks]
         self.step = 0
+        self.extras = 0
+        """How often the extras of replicas took a round of their own."""
         begin = 0
         for each, count in zip(self.rows, blocks, strict=True):
             each.enter_view(blocks, range(begin, begin + count))
@@ -90,17 +92,27 @@ class World:
         for each, own, known in zip(self.rows, mine, self.known, strict=True):
             heard, whole = each.read(table, own, known, 5)
             complete.add(whole)
-            assert [replace(one, fits=True) for one in heard] == said
+            assert [replace(one, fits=True, has_extras=False) for one in heard] == said
             turns = [TurnRow.from_bytes(row).models for one in heard for row in one.turns]
             assert turns == list(range(1, 1 + sum(self.blocks)))
         if complete == {False}:
             rest = [bytes(each.pack_contexts(own).numpy()) for each, own in zip(self.rows, mine, strict=True)]
+            for each, own, known in zip(self.rows, mine, self.known, strict=True):
+                each.read_contexts(rest, own, known)
+        if any(one.has_extras for one in heard):
+            self.extras += 1
+            sent = [
+                each.pack_extras({replica: new[replica] for replica in each._hosted}, known)
+                for each, known in zip(self.rows, self.known, strict=True)
+            ]
             for each, own in zip(self.rows, mine, strict=True):
-                each.read_contexts(rest, own)
-        expected = [each.to_bytes(0) for each in new]
+                each.read_extras(sent, own)
+        expected = [(each.to_bytes(0), each.extra) for each in new]
         for rank, own in enumerate(mine):
             self.known[rank] = [own[replica] for replica in range(sum(self.blocks))]
-            assert [each.to_bytes(0) for each in self.known[rank]] == expected, f"rank {rank} believes something else"
+            assert [(each.to_bytes(0), each.extra) for each in self.known[rank]] == expected, (
+                f"rank {rank} believes something else"
+            )
         self.step += 1
         [whole] = complete
         return name, whole
@@ -136,6 +148,16 @@ def test_changes_take_little_room() -> None:
     whole = world.rows[0].pack(said, own, world.known[0])
     world.train(world.drawing({}))
     assert len(world.rows[0].pack(said, own, world.known[0])) < 300 + TURN_BYTES < 10_000 < len(whole)
+
+
+def test_what_own_data_have_kept_travels_when_it_has_changed() -> None:
+    world = World(BLOCKS)
+    for kept in ({}, {0: b"a"}, {0: b"a", 4: b"longer"}, {0: b"a", 4: b"longer"}, {4: b""}):
+        new = world.drawing({})
+        for replica, context in enumerate(new):
+            new[replica] = context.at(replace(context.stream, extra=kept.get(replica, b"")))
+        world.train(new)
+    assert world.extras == 3, "not where nothing has changed"
 
 
 def test_a_change_for_another_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

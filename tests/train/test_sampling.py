@@ -21,7 +21,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, Unsliceable
 from pliant.train.context import DataPosition
-from pliant.train.sampling import LoaderOptions, batch_indices, loader_options, num_batches, sample_order, samples_used
+from pliant.train.sampling import (
+    LoaderOptions,
+    batch_indices,
+    loader_options,
+    num_batches,
+    num_steps,
+    sample_order,
+    samples_used,
+)
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
@@ -100,23 +108,68 @@ class OwnSampler(RandomSampler):
     pass
 
 
+class Ranked(DistributedSampler[int]):
+    pass
+
+
 DATA = Numbers()
+WEIGHTED = WeightedRandomSampler([1.0] * LENGTH, 10)
+
+
+def test_what_is_not_dealt_is_each_replicas_own() -> None:
+    for source, overrides, steps in (
+        (DataLoader(DATA, 4, sampler=WEIGHTED, drop_last=True), {}, 2),
+        (DataLoader(DATA, 4, sampler=OwnSampler(DATA)), {}, 7),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), {}, LENGTH),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [3]]), {}, 2),
+        (DataLoader(Endless(), batch_size=None), {}, None),
+        (DATA, {"sampler": WEIGHTED, "batch_size": 4}, 3),
+        (DATA, {"sampler": lambda replica: [replica] * 8, "batch_size": 3}, 3),
+        (DATA, {"batch_sampler": BatchSampler(WEIGHTED, 4, False)}, 3),
+        (DATA, {"batch_sampler": lambda replica: iter([[0]])}, None),
+        (DATA, {"sampler": WEIGHTED, "batch_size": None}, 10),
+        (Endless(), {"batch_size": 2}, None),
+        (lambda replica: Sized(), {"batch_size": 2}, 2),
+        (Sized(), {"batch_size": 2, "drop_last": True}, 1),
+    ):
+        dataset, options = loader_options(source, **overrides)
+        assert not options.is_dealt
+        assert not options.shuffle
+        assert num_steps(dataset, options) == steps, overrides
+
+
+def test_samplers_that_torch_deals_are_dealt_wherever_they_are_given() -> None:
+    sampler = DistributedSampler(DATA, 4, 1, shuffle=False, seed=9)
+    for overrides in ({"sampler": sampler, "batch_size": 3}, {"batch_sampler": BatchSampler(sampler, 3, False)}):
+        options = loader_options(DATA, **overrides)[1]
+        assert options.is_dealt
+        assert (options.batch_size, options.shuffle, options.seed) == (3, False, 9)
+    assert loader_options(DATA, sampler=RandomSampler(DATA))[1] == LoaderOptions()
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 3
 
 
 @pytest.mark.parametrize(
     ("source", "overrides", "error", "says"),
     [
-        (Endless(), {}, Unsliceable, "map-style"),
-        (DataLoader(Endless()), {}, Unsliceable, "map-style"),
         (DataLoader(DATA, batch_size=None), {}, Unsliceable, "batch_size=None"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * LENGTH, 3)), {}, Unsliceable, "WeightedRandomSampler"),
-        (DataLoader(DATA, sampler=OwnSampler(DATA)), {}, Unsliceable, "OwnSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), {}, Unsliceable, "replacement=True"),
-        (DataLoader(DATA, batch_sampler=[[0, 1]]), {}, Unsliceable, "batch_sampler list"),
+        (DATA, {"batch_size": None}, Unsliceable, "batch_size=None"),
+        (DATA, {"batch_size": None, "drop_last": True}, ConfigError, "no batches to drop"),
+        (DATA, {"sampler": Ranked(DATA, 4, 1)}, ConfigError, r"rank 1 of 4.*sampler=lambda replica: Ranked\("),
+        (DataLoader(DATA, sampler=Ranked(DATA, 4, 1)), {}, ConfigError, "rank 1 of 4"),
+        (DATA, {"sampler": OwnSampler}, ConfigError, r"sampler=lambda replica: OwnSampler\("),
+        (DATA, {"sampler": 3}, ConfigError, "sampler=int"),
+        (DATA, {"sampler": WEIGHTED, "shuffle": True}, ConfigError, "shuffle=True beside sampler="),
+        (DATA, {"batch_sampler": [[0]], "batch_size": 2}, ConfigError, "batch_size beside batch_sampler="),
+        (DATA, {"batch_sampler": BatchSampler([0], 1, False), "batch_size": 2}, ConfigError, "batch_size beside"),
+        (Endless(), {"shuffle": True}, ConfigError, "its own order"),
+        (Endless(), {"sampler": [0]}, ConfigError, "its own order"),
         (DataLoader(DATA, num_workers=1, in_order=False), {}, Unsliceable, "in_order"),
         (DataLoader(DATA, batch_size=4), {"batch_size": 8}, ConfigError, "batch_size given beside a DataLoader"),
         (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), {"seed": 1}, ConfigError, "seed given beside"),
-        (DATA, {"sampler": [0]}, Unsliceable, "sampler="),
         (DATA, {"batchsize": 8}, ConfigError, "unknown loader settings batchsize: known are batch_size"),
         (DATA, {"batch_size": 0}, ConfigError, "batch_size=0"),
         (DATA, {"batch_size": True}, ConfigError, "batch_size=True"),
@@ -124,7 +177,7 @@ DATA = Numbers()
         (DATA, {"prefetch_factor": 2}, ConfigError, "set num_workers"),
         (DATA, {"persistent_workers": True}, ConfigError, "set num_workers"),
         (DATA, {"num_workers": 1, "multiprocessing_context": "twin"}, ConfigError, "choose from"),
-        (object(), {}, ConfigError, "map-style"),
+        (object(), {}, ConfigError, "object is no dataset"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict | str) else getattr(value, "__name__", type(value).__name__),
 )

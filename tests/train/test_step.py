@@ -66,7 +66,7 @@ OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
         ([row(loss=1.0), SKIPPED, row(loss=2.0)], ""),
         ([SUMMED, NOTHING], "replica 1 ended its turn of step 7 without a backward()"),
         ([OVER, SUMMED], "replica 0 left step 7 without a loop over it (continue or break), but replica 1 did not"),
-        ([SUMMED, EMPTY], "replica 1 has no more data at step 7, but replica 0 did not"),
+        ([SUMMED, EMPTY], "the data of replica 1 ended before step 7, but those of replica 0 did not"),
         (
             [SUMMED, row(Outcome.LOGGED)],
             "replica 1 called step.no_backward() in a pass of step 7, but replica 0 did not",
