@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from gang import run
-from programs import PROGRAMS, Program, build, digest, may_have_children, one_batch, seed_all
+from programs import OWN_DATA, PROGRAMS, Program, build, digest, may_have_children, one_batch, seed_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -40,9 +40,11 @@ Run = tuple[str, int, tuple[int, ...]]
 """A program, its epochs, and before which steps DDP is wrapped anew, as after a restart."""
 RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 
+OTHERS = ("conv-loaders", "conv-long", "dawdling", "dawdling-long", *OWN_DATA)
+"""Programs of tests with other numbers of replicas or epochs."""
 TOGETHER: dict[int, list[Run]] = {
     2: [("conv", 2, ())],
-    3: [(name, 2, ()) for name in PROGRAMS if name not in ("conv-loaders", "conv-long", "dawdling", "dawdling-long")],
+    3: [(name, 2, ()) for name in PROGRAMS if name not in OTHERS],
     4: [
         ("conv", 4, ()),
         ("adamw", 3, ()),
@@ -123,13 +125,17 @@ def _train(
 def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankSteps:
     steps: RankSteps = []
     program = build(name)
-    sampler: DistributedSampler[int] = DistributedSampler(program.dataset)
-    loader = DataLoader(program.dataset, sampler=sampler, **program.loading)
+    if callable(program.dataset):  # a stream for each rank
+        loader = DataLoader(program.dataset(rank), **program.loading)
+    else:
+        order = {} if "sampler" in program.loading else {"sampler": DistributedSampler(program.dataset)}
+        loader = DataLoader(program.dataset, **order, **program.loading)
     model = _wrapped(program)
     if program.seed is not None:
         seed_all(program.seed + rank)
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
         losses: list[float] = []
         samples: list[int] = []
 

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
 
 SEED = 1234
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -272,6 +273,49 @@ class Words:
         return index, self._words[index, :-1], self._words[index, 1:]
 
 
+class ImageStream(IterableDataset[Any]):
+    """Small pictures of a rank in an order that its generators and its number of epochs decide."""
+
+    def __init__(self, rank: int, length: int = 12) -> None:
+        self._images, self._rank, self._length, self.epochs = Images(50), rank, length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs += 1
+        info = get_worker_info()
+        worker, count = (0, 1) if info is None else (info.id, info.num_workers)
+        order = [(self._rank * 16 + self.epochs + each) % 50 for each in range(worker, self._length, count)]
+        random.shuffle(order)
+        return PictureWalk(self._images, order)
+
+
+class PictureWalk:
+    """An iterator that draws from the global generators as it goes, with a state."""
+
+    def __init__(self, images: Images, left: list[int]) -> None:
+        self._images, self._left = images, left
+
+    def __iter__(self) -> PictureWalk:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        return self._images[self._left.pop(random.randrange(len(self._left)))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self._left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._left = list(state["left"])
+
+
+class StatelessStream(ImageStream):
+    """The same without a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
 # --- models ---
 
 
@@ -393,6 +437,20 @@ def _conv(
         seed=SEED,
         **more,
     )
+
+
+def _weighted() -> Program:
+    """Each rank draws 12 of 50 pictures, with its own generators."""
+    program = _conv()
+    weights = torch.arange(1.0, 51.0)
+    program.loading["sampler"] = torch.utils.data.WeightedRandomSampler(weights.tolist(), 12)
+    return program
+
+
+def _streaming(stream: Callable[[int], Any], num_workers: int) -> Program:
+    program = _conv(num_workers=num_workers)
+    program.dataset = stream
+    return program
 
 
 def _lstm() -> Program:
@@ -572,9 +630,15 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "skipping": functools.partial(_conv, is_skipped=lambda samples: min(samples) < 5),
     "leaving": functools.partial(_conv, is_passed_over=lambda index: index in (1, 3), stops_at=4),
 }
+OWN_DATA: Mapping[str, Callable[[], Program]] = {
+    "weighted": _weighted,
+    "stream-with-state": functools.partial(_streaming, lambda rank: ImageStream(rank), 0),
+    "stream": functools.partial(_streaming, lambda rank: StatelessStream(rank), 2),
+}
+"""Programs in which each rank has a sampler or a stream of its own."""
 
 
 def build(name: str) -> Program:
     """The program of that name, as every process of a job makes it."""
     seed_all(SEED)
-    return PROGRAMS[name]()
+    return {**PROGRAMS, **OWN_DATA}[name]()

@@ -430,12 +430,15 @@ def test_the_order_of_an_epoch_can_be_chosen() -> None:
     found = []
     for order_epoch, epoch in ((None, 3), (3, 0), (None, 0)):
         with ReplicaLoader(Augmented(), options, 2) as feeder:
-            feeder.order_epoch = order_epoch
+            if order_epoch is not None:
+                feeder.set_epoch(order_epoch)
             feeder.host({1: DataPosition(epoch=epoch)})
-            got = []
-            while feeder.has_more([1]):
-                got.append(feeder.next(1)[:, 0])
-            assert feeder.stream(1).epoch == epoch
+            got = [feeder.next(1)[:, 0]]
+            with ReplicaLoader(Augmented(), options, 2) as other:  # whose program has not come to the call
+                other.host(carried({1: feeder.stream(1)}, 0))
+                while other.has_more([1]):
+                    got.append(other.next(1)[:, 0])
+                assert other.stream(1).epoch == epoch
             found.append(torch.cat(got))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
@@ -445,7 +448,7 @@ def test_a_program_that_makes_its_own_batches_gets_the_replicas_number() -> None
     feeder = NumberFeeder(3)
     feeder.host({2: DataPosition(), 3: DataPosition(batch=1)})
     assert [feeder.next(2), feeder.next(3), feeder.next(2), feeder.next(3)] == [2, 3, 2, 3]
-    assert (feeder.stream(2).batch, feeder.stream(3).batch, feeder.next_size(2)) == (2, 3, 1)
+    assert (feeder.stream(2).batch, feeder.stream(3).batch, feeder.last_size(2)) == (2, 3, 1)
     assert feeder.has_more([2])
     assert not feeder.has_more([3])
     moved = NumberFeeder(3)
