@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,21 +80,30 @@ def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mappin
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield tensors, numbers and texts of a nested state, each with the keys that lead to it. Skip everything else."""
-    if isinstance(value, Mapping):
-        # Sorted: two workers may have filled the same dictionary in different orders.
-        for key in sorted(value, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else str(key))):
+    if value is None or isinstance(value, torch.Tensor | bool | int | float | str | bytes | complex):
+        yield path, value.item() if isinstance(value, np.generic) else value
+    elif isinstance(value, dict):
+        for key in _sorted_keys(value):
             yield from _leaves(value[key], (*path, str(key)))
     elif isinstance(value, list | tuple | deque):
         for place, each in enumerate(value):
             yield from _leaves(each, (*path, str(place)))
-    elif isinstance(value, AbstractSet):
+    elif isinstance(value, set | frozenset):
         yield path, repr(sorted(map(repr, value)))
     elif isinstance(value, np.generic):
         yield path, value.item()
     elif isinstance(value, np.ndarray):
         yield path, value.tobytes()
-    elif value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str | bytes):
-        yield path, value
+    elif isinstance(value, Mapping):
+        yield from _leaves(dict(value), path)
+
+
+def _sorted_keys(value: dict[Any, Any]) -> list[Any]:
+    """Return the keys in a fixed order: two workers may have filled the same dictionary in different orders."""
+    try:
+        return sorted(value)
+    except TypeError:  # keys of several types
+        return sorted(value, key=lambda key: (type(key).__name__, str(key)))
 
 
 # --- checksums ---

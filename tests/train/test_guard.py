@@ -194,7 +194,7 @@ def test_how_often_is_a_number_or_off() -> None:
 def train(fault: str) -> None:
     """Train 3 replicas; `fault` is what is wrong with the program, or with the memory of rank 1."""
     torch.manual_seed(5)
-    with pliant.join(replicas=3) as job:
+    with pliant.join(replicas=3, sync="priority" if "deferred" in fault else "fifo") as job:
         model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         job.wrap(model, optimizer)
@@ -209,7 +209,7 @@ def train(fault: str) -> None:
                     nn.functional.cross_entropy(model(x), y).backward()
                 if fault == "draws" and step.number == 2 and job.is_first:
                     torch.rand(3)
-                if fault == "memory" and step.number == 2 and job.rank == 1:
+                if "memory" in fault and step.number == 2 and job.rank == 1:
                     model[2].weight.data.view(torch.int32)[1, 2] ^= 1
                 if fault == "state" and step.number == 2:
                     state.seen += turns
@@ -240,7 +240,9 @@ def test_workers_that_differ_end_in_the_next_comparison_and_go_on_unnoticed_with
         ("memory", 1): "step 3: * in: 2.weight. At step 2 they were equal",
         ("memory", 2): "step 4: * in: 2.weight. At step 2 they were equal",
         ("state", 1): "step 3: * in: job.state seen (3 instead of 6). At step 2",
+        ("deferred memory", 1): "step 3: * in: 2.weight. At step 2 they were equal",
         ("none", 1): "",
+        ("deferred", 1): "",
         **{(fault, 0): "" for fault in ("counter", "draws", "memory", "state")},
     }
     plans: list[list[tuple[str, dict[str, str]]]] = [[], []]
