@@ -327,6 +327,10 @@ def _check(
         show(f"on {first}", 0.0)
         reference = checker.run(first)
         replicas = _replicas(reference, checker.name)
+        if too_many := [size for size in sizes if size > replicas]:
+            raise ConfigError(
+                f"--workers {too_many[0]}: {checker.name} has {replicas} replicas, so at most as many workers"
+            )
         planned += [RunShape(size) for size in sizes if size > 1] if sizes else placements(replicas)
         difference = None
         for placement in planned[1:]:

@@ -144,6 +144,7 @@ def test_other_programs_than_python_must_be_executable(tmp_path: Path) -> None:
         ("env: [a]", "job.yml:3: env ['a']: use a mapping"),
         ("args:\n  - a\n  - {b: c}", "job.yml:5: args.1 {'b': 'c'}: use text"),
         ('args: ["a\\0"]', "job.yml:3: args 'a\\x00' holds a NUL"),
+        ("verify: 0", "job.yml:3: verify '0': use a number of steps, 1 or more, or off"),
         ("zzz: 1", "job.yml:3: unknown key 'zzz': there are name, program, args"),
         ("name: " + "x" * 65, "job.yml:3: name 'xxx"),
     ],
@@ -243,12 +244,13 @@ def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
 def test_what_pliant_run_is_asked_for_becomes_its_flags(tmp_path: Path) -> None:
     text = (
         "program: train.py\nreplicas: 4\nworkers: 2\nhosts: a:2,b:2\ncheckpoint_dir: kept\nrecord: run.jsonl\n"
-        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nflags: [--tensorboard, runs]\n"
+        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nverify: off\nflags: [--tensorboard, runs]\n"
     )
     job = read(tmp_path, text).job
     assert isinstance(job, TrainJob)
     assert job.run_flags() == [
-        "--determinism", "D1", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50", "--monitor", "variance=10",
+        "--determinism", "D1", "--verify", "off", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50",
+        "--monitor", "variance=10",
         "--record", f"{tmp_path}/run.jsonl", "--policy", "priority", "--policy", "noise:x=1", "--tensorboard", "runs",
     ]  # fmt: skip
     assert (job.workers, job.hosts) == (2, "a:2,b:2")
