@@ -111,7 +111,7 @@ class TrainJob(BaseModel):
         try:
             parse_verify(verify, "verify")
         except ConfigError as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(str(error).removeprefix("verify ")) from None  # the key is named by whoever reports it
         return verify
 
     @field_validator("args", "policy", "flags")
