@@ -185,18 +185,18 @@ class GradientReducer:
         """Remember the gradients that there are: as with DDP, every replica adds its own to them. With `is_pending`
         the sums of the last step are on their way, and their gradients will be cleared."""
         self._bases, self._is_pending = None, is_pending
-        if not self.wanted or is_pending:
+        if is_pending:
             return
         if any(parameter.grad is not None for parameter in self.parameters):
             self._bases = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        if begins_step:
+        if begins_step and self.wanted:
             self._carries = self._carries or (self._bases is not None if self._had_sums else None)
             self._had_sums = True
 
     @property
     def has_bases(self) -> bool:
         """Whether the turns of this pass add to gradients of earlier ones."""
-        return self._bases is not None
+        return self.wanted and self._bases is not None
 
     def carried(self) -> list[torch.Tensor | None] | None:
         """Return copies of the gradients that the next pass may add to; None if the program is known to clear them
@@ -218,8 +218,8 @@ class GradientReducer:
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
         self._have_buckets(engine)
-        if self.wanted and not self._is_pending:
-            self._reset_gradients()
+        if not self._is_pending:
+            self._reset_gradients()  # also where they are not summed: this turn may be taken again
         self._is_pending = False  # in the first turn all of them are used, and cleared
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
