@@ -165,6 +165,9 @@ class SynchronousAveraging(AveragingOptimizer):
         self._under_way: list[Handle] = []
         self._is_here = False
         """Whether the sums of this step's models have arrived, and are not used yet."""
+        self._num_summed = 1
+        self._copies_engine: Engine | None = None
+        """The engine whose memory the copies are in."""
         self._retired: list[tuple[Engine, list[ParameterCopies]]] = []
 
     def describe(self) -> str:
@@ -174,7 +177,9 @@ class SynchronousAveraging(AveragingOptimizer):
         if self._engine is not None and self._engine.may_be_written_to:
             self._retired.append((self._engine, self._copies))  # a worker that is only silent may still write there
         super().enter_view(engine, blocks)
-        self._copies, self._under_way, self._is_here = [], [], False
+        self._under_way, self._copies_engine = [], None
+        if not self._is_here:  # else they are sums of the view before, whose last pass counts
+            self._copies = []
 
     def begin(self, step: int) -> None:
         self._is_here = False
@@ -185,8 +190,8 @@ class SynchronousAveraging(AveragingOptimizer):
         assert engine is not None, "enter_view() comes first"
         if engine.size == 1:
             return
-        if not self._copies:
-            self._copies = copies_to_sum(self._parameters, engine)
+        if self._copies_engine is not engine:
+            self._copies, self._copies_engine = copies_to_sum(self._parameters, engine), engine
         with torch.no_grad():
             for number, copies in enumerate(self._copies):
                 copies.copy_parameters()
@@ -197,13 +202,13 @@ class SynchronousAveraging(AveragingOptimizer):
         for handle in waiting:
             handle.wait()
         self._is_here = bool(waiting)
+        self._num_summed = self._engine.size if self._engine is not None else 1
 
     def _average(self) -> None:
         if self._is_here:
             self._is_here = False
-            assert self._engine is not None
             for copies in self._copies:
-                copies.flat.div_(self._engine.size)
+                copies.flat.div_(self._num_summed)
                 copies.pull_parameters(self.alpha)
 
 

@@ -123,6 +123,25 @@ def test_a_step_that_was_begun_and_dropped_leaves_nothing(no_leaks: None) -> Non
     assert [float(_value(optimizer)[0]) for optimizer in optimizers] == pytest.approx([0.7, 1.7], rel=1e-12)
 
 
+def test_the_mean_of_a_pass_that_counts_outlives_its_view(no_leaks: None) -> None:
+    """The third worker is lost when all have the sums: the survivors enter their next view before they step."""
+    optimizers = [pliant.SynchronousAveraging(_sgd(x), alpha=0.1) for x in (1.0, 3.0, 8.0)]
+    with loopback_engines(HOSTS) as ranks, loopback_engines(HOSTS[:2]) as left:
+        _joined(optimizers, ranks)
+        for optimizer in optimizers:
+            optimizer.begin(0)
+        for optimizer in optimizers:
+            optimizer.wait()
+        survivors = optimizers[:2]
+        _joined(survivors, left)
+        for optimizer in survivors:
+            optimizer.param_groups[0]["params"][0].grad = torch.zeros(1, dtype=torch.float64)
+            optimizer.step()
+        assert [float(_value(optimizer)[0]) for optimizer in survivors] == pytest.approx([1.3, 3.1], rel=1e-12)
+        _step(survivors, 1, lambda _, x: 0 * x)  # the mean of two: 2.2
+    assert [float(_value(optimizer)[0]) for optimizer in survivors] == pytest.approx([1.39, 3.01], rel=1e-12)
+
+
 # --- AD-PSGD ---
 
 
