@@ -105,7 +105,7 @@ def _rows_of(gathered: Handle) -> list[bytes]:
 
 
 _HEAD = struct.Struct("<QQ??QQ")
-"""The pass, the newest membership that the worker is prepared for, whether its changes fit, whether extras follow, two
+"""The step and pass, the newest membership that the worker is prepared for, whether its changes fit, whether extras follow, two
 checksums."""
 _EXTRA = struct.Struct("<IQ")
 """The replica, and the size of what its own data have kept."""
@@ -122,7 +122,7 @@ class StepMessage:
     """One worker's message of a step, without the contexts."""
 
     number: int
-    """The number of the pass."""
+    """The step, and the pass in it."""
     prepared: int
     sync_config: SyncConfig
     """How this worker would have the sums travel."""

@@ -47,7 +47,7 @@ from pliant.train.optim import find_averaging
 from pliant.train.rendezvous import Left
 from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
 from pliant.train.sampling import LoaderOptions, loader_options, num_steps
-from pliant.train.step import Step
+from pliant.train.step import Step, Steps
 from pliant.train.stream_loader import StreamLoader
 from pliant.train.sync import SyncStats, check_sync_options
 from pliant.train.trainer import Trainer
@@ -156,7 +156,7 @@ class Loader:
         self._job, self._feeder, self._replicas = job, feeder, replicas
 
     def __iter__(self) -> Iterator[Step]:
-        return self._job._running().steps()
+        return Steps(self._job._running().steps())
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, at the present batch size.
@@ -504,11 +504,9 @@ class Job:
             options = LoaderOptions(batch_size=1, shuffle=False)
             self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
         if self._inside_epochs:
-            yield from self._running().steps()
-            return
+            return Steps(self._running().steps())
         self._declared.first.step = self._declared.first.epoch_step = start
-        for _ in self.epochs(1):
-            yield from self._running().steps()
+        return Steps(step for _ in self.epochs(1) for step in self._running().steps())
 
     def _join(self) -> Trainer:
         if self._parts is None:

@@ -5,6 +5,7 @@ What all workers learn of a turn travels in a row of fixed size: what the replic
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 MAX_FIGURES = 8
 MAX_NAMES = 96
 """The figures that a turn may log, and the bytes of their names: they travel in a fixed room."""
+
+
+OWN_COUNTER = "A counter of the program's own begins at 0 on a new worker: use step.index, step.number or job.state"
+"""The usual cause if workers are at different places of the program."""
 
 
 class Outcome(IntEnum):
@@ -132,7 +137,7 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         (
             Outcome.PASSED_OVER,
             "replica {one} left step {step} without a loop over it (continue or break), but replica {other} did not: all "
-            "replicas must do the same",
+            "replicas must do the same. " + OWN_COUNTER,
         ),
         (
             Outcome.LOGGED,
@@ -237,3 +242,33 @@ class Step:
         except KeyError:
             known = ", ".join(self.means) or "nothing (figures are known after the loop over the step)"
             raise TrainError(f"step[{name!r}]: the turns of this step have logged {known}") from None
+
+
+class Steps:
+    """An iterator over steps. Where it begins in the middle of an epoch, as on a new worker or in a resumed job,
+    `enumerate` of it counts on from there: `for i, step in enumerate(loader)` then has `i == step.index` everywhere."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self._is_first, self._is_counting = True, False
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_counting:
+            return None
+        step = next(self._steps)
+        if self._is_first and step.index:
+            self._count_on(step.index)
+        self._is_first = False
+        return step
+
+    def _count_on(self, steps: int) -> None:
+        """Move the counters that count this iterator's steps: each counts what `next` returns to it."""
+        self._is_counting = True
+        for counter in gc.get_referrers(self):
+            if type(counter) is enumerate:
+                for _ in range(steps):
+                    next(counter)
+        self._is_counting = False

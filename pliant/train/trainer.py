@@ -66,13 +66,15 @@ from pliant.train.phases import (
 )
 from pliant.train.rendezvous import EnteredView, Left, ViewRendezvous, reclaim_state, spread_state
 from pliant.train.replicas import Blocks, Placement, ReplicaSwitch, Tensors, place_replicas
-from pliant.train.step import Outcome, Step, Turn, TurnRow, complaint_about, means_of
+from pliant.train.step import OWN_COUNTER, Outcome, Step, Turn, TurnRow, complaint_about, means_of
 from pliant.train.sync import StepTimer, SyncController
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 COMPLAINT_WAIT_S = 10.0
 """How long a worker that has found an error waits until all others have found it, too."""
+_MAX_PASSES = 1 << 16
+"""The most passes that a step may have."""
 StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
 Batch = tuple[Any, int] | tuple[()]
 """A batch and its number of samples; nothing if the data of its replica have ended."""
@@ -659,7 +661,7 @@ class Trainer:
                 return self._take_back()
             checksum = self._guard.checksum()
         message = StepMessage(
-            self.phases.passes,
+            self.progress.step * _MAX_PASSES + self._passes_in_step,
             self._member.prepared,
             self.sync.proposed,
             self._timer.last,
@@ -676,7 +678,11 @@ class Trainer:
                 messages = self._exchange.receive(contexts, self.adaptation.row_size if is_first else 0)
         self._is_new_view = False
         rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
-        complaint = complaint_about(rows, self.progress.step) or self._complaint_about_workers(messages)
+        complaint = (
+            self._complaint_about_places(messages)
+            or complaint_about(rows, self.progress.step)
+            or self._complaint_about_workers(messages)
+        )
         if complaint:
             if not alone:
                 with contextlib.suppress(CommError):  # whoever ends before the others know would be taken for lost
@@ -750,6 +756,19 @@ class Trainer:
             torch.Tensor, lambda each: each.to(self._device), self._kept.get(replica, {})
         )
         return kept
+
+    def _complaint_about_places(self, messages: Sequence[StepMessage]) -> str:
+        """Return which workers are at different places of the program; empty if all are in the same pass."""
+        engine = self._current_engine()
+        if len({each.number for each in messages}) == 1:
+            return ""
+        one = next(rank for rank, each in enumerate(messages) if each.number != messages[0].number)
+        places = [divmod(messages[rank].number, _MAX_PASSES) for rank in (0, one)]
+        here, there = (
+            f"{engine.view.workers[rank]} is in pass {number + 1} of step {at}"
+            for rank, (at, number) in zip((0, one), places, strict=True)
+        )
+        return f"{here}, but {there}: all workers must iterate over a step equally often. {OWN_COUNTER}"
 
     def _complaint_about_workers(self, messages: Sequence[StepMessage]) -> str:
         """Return in what the workers differ that must be the same everywhere; empty if they do not."""
@@ -954,9 +973,14 @@ class Trainer:
     def finish(self) -> None:
         """Leave once every worker has the last step: until then one of them may need this worker's state."""
         self.settle()
+
+        def meet(engine: Engine) -> None:
+            self._guard.compare_at_end(engine, self.progress.step)
+            engine.barrier("finish")
+
         if self.size > 1:
             try:
-                self.together(lambda engine: engine.barrier("finish"), lambda: None)
+                self.together(meet, lambda: None)
             except Left:
                 if not self._member.over:
                     raise

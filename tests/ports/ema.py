@@ -21,11 +21,11 @@ state = job.state(updates=0, best=0.0)
 
 for _ in job.epochs(3):
     model.train()
-    for step in loader:
+    for i, step in enumerate(loader):
         for x, y in step:
             loss = F.cross_entropy(model(x), y) / 2
             loss.backward()
-        if (step.index + 1) % 2 == 0:
+        if (i + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
             state.updates += 1

@@ -18,15 +18,15 @@ args = parser.parse_args()
 
 def train(loader, model, criterion, optimizer, epoch):
     model.train()
-    for step in loader:
+    for i, step in enumerate(loader):
         optimizer.zero_grad()
         for images, target in step:
             loss = criterion(model(images), target)
             loss.backward()
             step.log(loss=loss)
         optimizer.step()
-        if step.index % 2 == 0 and job.is_first:
-            print(f"Epoch: [{epoch}][{step.index}/{len(loader)}] Loss {step['loss']:.4f}")
+        if i % 2 == 0 and job.is_first:
+            print(f"Epoch: [{epoch}][{i}/{len(loader)}] Loss {step['loss']:.4f}")
 
 
 def validate(dataset, model):

@@ -20,10 +20,10 @@ dataset, held_out = Pictures(40, augment=True), Pictures(8, seed=1)
 loader = job.loader(dataset, batch_size=2, shuffle=True)
 
 for _ in job.epochs(3):
-    for step in loader:
-        if step.index >= 5:
+    for i, step in enumerate(loader):
+        if i >= 5:
             break
-        if torch.rand(()) < 0 or step.index == 2:
+        if torch.rand(()) < 0 or i == 2:
             continue
         optimizer.zero_grad()
         for x, y in step:

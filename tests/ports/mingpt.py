@@ -40,7 +40,7 @@ class Trainer:
             return self.model(source, targets)
 
     def train_epoch(self, epoch):
-        for step in self.train_loader:
+        for number, step in enumerate(self.train_loader):
             self.optimizer.zero_grad(set_to_none=True)
             for source, targets in step:
                 loss = self.run_batch(source, targets, True)
@@ -49,8 +49,8 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e5)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            if step.index % 3 == 0 and job.is_first:
-                print(f"Epoch {epoch} | Iter {step.index} | Train Loss {step['loss']:.5f}")
+            if number % 3 == 0 and job.is_first:
+                print(f"Epoch {epoch} | Iter {number} | Train Loss {step['loss']:.5f}")
 
     def evaluate(self, epoch):
         for source, targets in job.evaluate(self.test_dataset, batch_size=4):

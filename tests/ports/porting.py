@@ -60,6 +60,11 @@ class Plan:
     """After so many steps, let the job have so many workers; the last is after the fault."""
     fault: Fault | None = None
 
+    @property
+    def num_ended(self) -> int:
+        """The workers that have ended when the last change is due: those of the first one, and the killed one."""
+        return 0 if self.fault is None else 3
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -208,7 +213,7 @@ def run_elastic(path: Path, arguments: Sequence[str], replicas: int, plan: Plan,
     environ = {"REPLICAS": str(replicas)}
     workers: dict[Worker, Gang] = {}
     ended: dict[Worker, str | None] = {}
-    wanted: dict[int, list[Worker]] = {}
+    asked: set[int] = set()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
         client = stack.enter_context(ConfigClient(server.url))
@@ -230,11 +235,14 @@ def run_elastic(path: Path, arguments: Sequence[str], replicas: int, plan: Plan,
                     client.lost(worker, "killed")
                     client.add_worker(_new_workers(1)[0])
             for at, size in plan.sizes.items():
-                if at not in wanted and (folder / f"want.{at}").is_symlink():
-                    own = [worker for worker in view.workers if worker not in ended][:size]
-                    wanted[at] = own + _new_workers(size - len(own))
-                    client.put(_view_of(wanted[at]))
-                elif at in wanted and set(membership.members) == set(wanted[at]):
+                if not (folder / f"want.{at}").is_symlink() or (at == max(plan.sizes) and len(ended) < plan.num_ended):
+                    continue  # a killed worker must be seen to have ended first
+                view = client.get() or view
+                own = [worker for worker in view.workers if worker not in ended][:size]
+                if at not in asked:
+                    asked.add(at)
+                    client.put(_view_of(own + _new_workers(size - len(own))))
+                elif set(membership.members) == set(own) and len(own) == size:
                     with contextlib.suppress(FileExistsError):
                         (folder / f"granted.{at}").symlink_to(str(membership.number))
     hashes = {bits(printed) for printed in ended.values() if printed is not None} - {""}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gang import Failed
 from porting import FOLDER, Fault, Plan, copy_folder, run_ddp, run_elastic, run_fixed
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -74,3 +75,21 @@ def test_a_counter_in_a_turn_gives_other_bits(tmp_path: Path) -> None:
         (tmp_path / name / "train.py").write_text(text)
         hashes.append(run_fixed(tmp_path / name / "train.py", ("--max_iters", "4"), 3, 1, tmp_path / name))
     assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize(
+    ("counted", "complaint"),
+    [
+        ("if count % 2 == 0:", r"is in pass \d of step \d, but .* is in pass \d of step \d"),
+        ("for group in optimizer_G.param_groups:\n            group['lr'] = 0.01 / count\n        if i % 2 == 0:", "the workers differ"),
+    ],
+    ids=["passes", "learning rate"],
+)  # fmt: skip
+def test_a_counter_that_a_new_worker_does_not_know_is_noticed(counted: str, complaint: str, tmp_path: Path) -> None:
+    """It begins at 0 there. `enumerate(loader)` does not, and job.state does not."""
+    source = (FOLDER / "wgan.py").read_text()
+    wrong = source.replace("for epoch in", "count = 0\nfor epoch in").replace("if i % n_critic == 0:", counted)
+    wrong = wrong.replace("        optimizer_D.zero_grad()\n", "        count += 1\n        optimizer_D.zero_grad()\n")
+    (tmp_path / "train.py").write_text(wrong)
+    with pytest.raises(Failed, match=complaint):
+        run_elastic(tmp_path / "train.py", (), 3, Plan(sizes={1: 1, 4: 3}), tmp_path)

@@ -26,7 +26,7 @@ def noise(count):
 
 
 for epoch in job.epochs(3):
-    for step in dataloader:
+    for i, step in enumerate(dataloader):
         optimizer_D.zero_grad()
         for real_imgs, _ in step:
             z = noise(len(real_imgs))
@@ -38,7 +38,7 @@ for epoch in job.epochs(3):
         optimizer_D.step()
         for p in discriminator.parameters():
             p.data.clamp_(-clip_value, clip_value)
-        if step.index % n_critic == 0:
+        if i % n_critic == 0:
             optimizer_G.zero_grad()
             for _ in step:
                 gen_imgs = generator(step.kept["z"])
@@ -46,7 +46,5 @@ for epoch in job.epochs(3):
                 loss_G.backward()
                 step.log(G=loss_G)
             optimizer_G.step()
-            print(
-                f"[Epoch {epoch}] [Batch {step.index}/{len(dataloader)}] [D loss: {step['D']:f}] [G loss: {step['G']:f}]"
-            )
+            print(f"[Epoch {epoch}] [Batch {i}/{len(dataloader)}] [D loss: {step['D']:f}] [G loss: {step['G']:f}]")
 print("bits", digest(generator, discriminator, optimizer_G, optimizer_D))
