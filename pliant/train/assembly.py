@@ -26,6 +26,7 @@ from pliant.train.gradient_probe import GradientProbe
 from pliant.train.gradients import GradientReducer
 from pliant.train.guard import EVERY, Guard
 from pliant.train.job_state import JobState
+from pliant.train.meeting import MeetingWatch
 from pliant.train.optim import AveragingOptimizer
 from pliant.train.outer_draws import Draws
 from pliant.train.rendezvous import ViewRendezvous
@@ -211,6 +212,8 @@ def assemble(
 
         worker = spec.worker if spec is not None else Worker("127.0.0.1", PortRange().begin)
         start_exporters(adaptation, adapting, worker, services.stack, stalls)
+    meetings = MeetingWatch()
+    services.stack.callback(meetings.close)
     member.max_members = None if follows_view else replicas.count
     trainer = Trainer(
         member,
@@ -220,6 +223,7 @@ def assemble(
         deferred,
         SyncController(reducers, deferred, tuner),
         Guard(state, settings.verify),
+        meetings,
         services.listeners,
         device,
         settings.blocks,

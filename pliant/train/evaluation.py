@@ -69,7 +69,9 @@ class ShardedEvaluation:
     def _gather(self, done: dict[int, tuple[dict[str, float], RngState]]) -> list[bytes]:
         """Return what all workers have evaluated."""
         row = json.dumps([[shard, figures, _text(state)] for shard, (figures, state) in done.items()]).encode()
-        return self._trainer.together(lambda engine: engine.all_gather_bytes("shards", row), lambda: [row])
+        return self._trainer.together(
+            lambda engine: engine.all_gather_bytes("shards", row), lambda: [row], "job.evaluate"
+        )
 
     def _batches(self, shard: int, count: int) -> Iterator[Any]:
         indices = range(shard, len(self._dataset), count)
@@ -111,7 +113,7 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
         def ask(engine: Engine) -> list[Any]:
             return [spread_state(engine, done if engine.rank == rank else None, rank) for rank in range(engine.size)]
 
-        rows = trainer.together(ask, lambda: [done])
+        rows = trainer.together(ask, lambda: [done], "job.on_replicas")
         found = {replica: each for row in rows for replica, each in cast(dict[int, tuple[Any, bytes]], row).items()}
         missing = [replica for replica in range(count) if replica not in found]
         if not missing or trainer.is_taken_back:

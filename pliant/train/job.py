@@ -650,7 +650,7 @@ class Job:
             engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, determinism="exact").wait()
             return host / engine.size if op == "mean" else host
 
-        found = trainer.together(ask, lambda: own.clone())
+        found = trainer.together(ask, lambda: own.clone(), "job.all_reduce")
         return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
 
     def gather(self, value: Any) -> list[Any]:
@@ -665,7 +665,7 @@ class Job:
                 f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them"
             ) from error
         rows = self._running().together(
-            lambda engine: engine.all_gather_bytes("outer", data.encode()), lambda: [data.encode()]
+            lambda engine: engine.all_gather_bytes("outer", data.encode()), lambda: [data.encode()], "job.gather"
         )
         return [json.loads(row) for row in rows]
 

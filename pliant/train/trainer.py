@@ -36,6 +36,7 @@ from pliant.train.exchange import StepExchange, StepMessage
 from pliant.train.feeder import Feeder
 from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
+from pliant.train.meeting import MeetingWatch
 from pliant.train.outer_draws import Draws
 from pliant.train.phases import (
     Action,
@@ -103,6 +104,7 @@ class Trainer:
         deferred: DeferredUpdates,
         sync: SyncController,
         guard: Guard,
+        meetings: MeetingWatch,
         listeners: Listeners,
         device: torch.device,
         blocks: Blocks | None = None,
@@ -129,6 +131,7 @@ class Trainer:
         self._stall_watch, self._loss_scale = stall_watch, loss_scale
         self._exchange = StepExchange(state.buffers, self.replicas.num_loader_workers)
         self._timer = StepTimer()
+        self._meetings = meetings
         self._turns: list[Turn] = []
         """The turns of the present pass that were taken here."""
         self._orders: dict[int, list[int]] = {}
@@ -314,9 +317,9 @@ class Trainer:
                 return self._lost(error)
         return None
 
-    def _perform(self, action: Action, exchange: Callable[[], Action] | None = None) -> Action:
+    def _perform(self, action: Action, exchange: Callable[[], Action] | None = None, place: str = "") -> Action:
         """Do what the machine says until the program goes on, or a turn begins. `exchange` is what the workers do
-        together in this pass."""
+        together in this pass, and `place` says where that is in the program."""
         while True:
             match action:
                 case RunProgram() | TakeTurn():
@@ -327,10 +330,13 @@ class Trainer:
                     action = self._enter_view(planned)
                 case Exchange():
                     assert exchange is not None, "only a pass has an exchange"
+                    self._meetings.begin(self._current_engine(), self.phases.passes, place)
                     try:
                         action = exchange()
                     except CommError as error:
                         action = self._lost(error)
+                    finally:
+                        self._meetings.end()
                 case Confirm():
                     try:
                         self._current_engine().barrier("confirm")
@@ -394,9 +400,8 @@ class Trainer:
             if not self.wait_for_sums() or self._await_newcomers() is not None:
                 continue
             if self.sync.may_defer:
-                self.together(
-                    lambda _: None, lambda: None
-                )  # whoever has left an epoch has all of its sums, and so have the others
+                # Whoever has left an epoch has all of its sums, and so have the others.
+                self.together(lambda _: None, lambda: None, "the end of an epoch")
             return False
 
     def _host(self) -> None:
@@ -492,7 +497,8 @@ class Trainer:
         if self.is_taken_back:
             return
         self._begin_pass()
-        action = self._perform(self._handle(PassBegun()), self._exchange_turns)
+        place = f"the loop over step {step.number}"
+        action = self._perform(self._handle(PassBegun()), self._exchange_turns, place)
         self._left_early = True
         try:
             while isinstance(action, TakeTurn):
@@ -501,7 +507,7 @@ class Trainer:
                     yield batch[0]
                 else:
                     self.running_turn("the end of data").outcome = Outcome.NO_DATA
-                action = self._perform(self._end_turn(), self._exchange_turns)
+                action = self._perform(self._end_turn(), self._exchange_turns, place)
             self._left_early = False
         finally:
             self.turn = None
@@ -644,7 +650,7 @@ class Trainer:
             self._draws = self._draws_so_far()
         self._outer = None
         self.state.keep_first_buffers()
-        self._perform(self._handle(PassBegun(has_turns=False)), exchange)
+        self._perform(self._handle(PassBegun(has_turns=False)), exchange, f"step {self.progress.step}")
         if not self.is_taken_back:
             self._run_outer_code()
 
@@ -890,8 +896,8 @@ class Trainer:
 
     # --- what all workers do together, outside of steps ---
 
-    def together(self, ask: Callable[[Engine], T], alone: Callable[[], T]) -> T:
-        """Return what `ask` returns. All workers call this at the same place of their program; if one is lost, the
+    def together(self, ask: Callable[[Engine], T], alone: Callable[[], T], place: str) -> T:
+        """Return what `ask` returns; `place` says in an error where the program is. All workers call this at the same place of their program; if one is lost, the
         others ask again in a new view, so that all get an answer. In a step that was taken back, or with a single
         worker, return what `alone` does."""
         if self.turn is not None:
@@ -905,7 +911,7 @@ class Trainer:
 
         if self._joins_late or not self.wait_for_sums():
             return alone()  # the others do not take part: here the program runs without effect
-        self._perform(self._handle(PassBegun(has_turns=False)), exchange)
+        self._perform(self._handle(PassBegun(has_turns=False)), exchange, place)
         return answers[-1] if not self.is_taken_back else alone()
 
     @property
@@ -959,7 +965,7 @@ class Trainer:
         def ask(engine: Engine) -> Any:
             return spread_state(engine, run() if engine.rank == 0 else None)
 
-        found = self.together(ask, run)
+        found = self.together(ask, run, "job.on_first")
         self.end_shards({0: RngState.from_bytes(found["random"])})
         return found["result"]
 
@@ -980,7 +986,7 @@ class Trainer:
 
         if self.size > 1:
             try:
-                self.together(meet, lambda: None)
+                self.together(meet, lambda: None, "the end of the last epoch")
             except Left:
                 if not self._member.over:
                     raise

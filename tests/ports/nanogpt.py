@@ -11,7 +11,7 @@ from tiny import BLOCK, GPT, digest, text
 import pliant
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--max_iters", type=int, default=9)
+parser.add_argument("--max_iters", type=int, default=11)
 parser.add_argument("--init_from", default="scratch")
 parser.add_argument("--compile", action="store_true")
 args = parser.parse_args()

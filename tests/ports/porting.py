@@ -56,7 +56,7 @@ class Plan:
 
     first: int = 0
     """The number of the job's first step."""
-    sizes: dict[int, int] = field(default_factory=lambda: {1: 1, 3: 3, 6: 3})
+    sizes: dict[int, int] = field(default_factory=lambda: {1: 1, 3: 3, 7: 3})
     """After so many steps, let the job have so many workers; the last is after the fault."""
     fault: Fault | None = None
 
