@@ -76,6 +76,8 @@ class GradientReducer:
         self._had_sums = False
         """Whether there was a step before this one."""
         self._is_pending = False
+        self._in_pass = False
+        """Whether a pass has begun that does not count yet: the parameters have gradients of turns."""
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         self._engine: Engine | None = None
@@ -184,7 +186,7 @@ class GradientReducer:
     def begin_pass(self, *, is_pending: bool = False, begins_step: bool = True) -> None:
         """Remember the gradients that there are: as with DDP, every replica adds its own to them. With `is_pending`
         the sums of the last step are on their way, and their gradients will be cleared."""
-        self._bases, self._is_pending = None, is_pending
+        self._bases, self._is_pending, self._in_pass = None, is_pending, True
         if is_pending:
             return
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -198,14 +200,19 @@ class GradientReducer:
         """Whether the turns of this pass add to gradients of earlier ones."""
         return self.wanted and self._bases is not None
 
+    def end_pass(self) -> None:
+        """End the pass: it counts, and the parameters have its sums."""
+        self._in_pass = False
+
     def carried(self) -> list[torch.Tensor | None] | None:
         """Return copies of the gradients that the next pass may add to; None if the program is known to clear them
         before, or if there are none."""
         if not self.wanted or self._carries is False or any(p.__class__ is Pending for p in self.parameters):
             return None
-        if all(parameter.grad is None for parameter in self.parameters):
+        found = self._bases if self._in_pass else [parameter.grad for parameter in self.parameters]
+        if found is None or all(gradient is None for gradient in found):
             return None
-        return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+        return [None if gradient is None else gradient.detach().clone() for gradient in found]
 
     def carry(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Go on with the gradients of another worker or of a checkpoint."""

@@ -800,6 +800,8 @@ class Trainer:
         for number, order in self._orders.items():
             self.reducers[number].rebuild(order)
         self._orders = {}
+        for reducer in self.reducers:
+            reducer.end_pass()
         if self._turns:
             self._passes_in_step += 1
         self._turns, self._draws_checksum = [], 0

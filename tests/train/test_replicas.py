@@ -167,3 +167,21 @@ def test_each_committed_step_is_told_once_with_the_means_of_all_replicas(one_thr
     ]
     assert all(0 < each.compute_s < each.duration_s for each in heard)
     assert {(each.rank, each.num_workers) for each in heard} == {(0, 1)}
+
+
+def test_a_state_that_is_read_within_a_pass_has_no_gradients_of_turns() -> None:
+    """A worker that must leave in a pass writes the state before it; what turns have left in `.grad` is no part of that."""
+    net = torch.nn.Linear(2, 1)
+    with pliant.join(replicas=2) as job:
+        model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in job.steps(2):
+            for _ in step:
+                model(torch.ones(2)).sum().backward()
+                assert net.weight.grad is not None
+                assert job._need_trainer().state.read()["gradients"] == [None]
+            if step.number == 0:  # later it is known that the program clears them
+                [[summed, _]] = job._need_trainer().state.read()["gradients"]
+                assert torch.equal(summed, torch.ones(1, 2))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert job._need_trainer().state.read()["gradients"] == [None]
