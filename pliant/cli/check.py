@@ -43,6 +43,10 @@ MOST_WORKERS = 8
 """Without --workers, no run has more."""
 POLL_S = 0.1
 TAIL_LINES = 15
+GUARD_MESSAGE = re.compile(
+    r"TrainError: (step \d+: the workers do not have .*|before the pass of step \d+ the workers .*)"
+)
+LOSS_MESSAGE = re.compile(r"^\[\w\] lost .*", re.MULTILINE)
 DIGEST = "sha256:"
 BEFORE = -1
 """Stands for the state before the first step."""
@@ -208,11 +212,13 @@ class ProgramChecker:
                 f"{name} did not do {self.steps} steps {where} within {self.timeout}, but {outcome.num_steps}: give it more "
                 f"time with --timeout, or fewer --steps{_tail(outcome.output)}"
             )
-        if found := re.search(r"TrainError: (step \d+: the workers do not have .*)", outcome.output):
+        if found := GUARD_MESSAGE.search(outcome.output):
             raise LaunchError(f"not the same bits {where}: {found[1]}")
         never_joined = NEVER_JOINED in outcome.output
         if outcome.code and not never_joined:
             raise LaunchError(f"{name} failed {where} with exit code {outcome.code}{_tail(outcome.output)}")
+        if found := LOSS_MESSAGE.search(outcome.output):
+            raise LaunchError(f"{name} failed {where}, on one of them: {found[0][4:]}{_tail(outcome.output)}")
         if never_joined or outcome.facts is None:
             raise LaunchError(
                 f"{name} ended {where} without training: it has to call pliant.join, and to loop over job.epochs or job.steps"
