@@ -52,7 +52,7 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, Any]:
     inputs, targets = samples.__getitems__(list(range(network.batch)))
 
     def step() -> None:
-        zoo.compute_loss(model, inputs, targets).backward()
+        zoo.compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

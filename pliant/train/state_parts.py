@@ -63,19 +63,31 @@ def parts_of(state: JobState, buffers: Tensors) -> Iterator[StatePart]:
 
 def _optimizer_parts(which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[StatePart]:
     """Yield the parts of an optimizer, by the names of its parameters."""
-    owners = list({id(parameter): "" for group in optimizer.param_groups for parameter in group["params"]})
-    for path, value in _leaves(optimizer.state_dict(), ()):
-        match path:
-            case ("param_groups", _, "params", *_):
-                continue
-            case ("param_groups", group, *rest):
-                of = f" of parameter group {group}" if len(optimizer.param_groups) > 1 else ""
-                name = f"{' '.join(rest)}{of} ({which})"
-            case ("state", index, *rest) if index.isdecimal() and int(index) < len(owners):
-                name = f"{' '.join(rest)} of {names.get(owners[int(index)], f'parameter {index}')} ({which})"
-            case _:
-                name = f"{' '.join(path)} ({which})"
-        yield StatePart("optimizer", name, value)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        for path, value in _leaves(optimizer.state_dict(), ()):
+            yield StatePart("optimizer", f"{' '.join(path)} ({which})", value)
+        return
+    several = len(optimizer.param_groups) > 1
+    for number, group in enumerate(optimizer.param_groups):
+        of_group = f" of parameter group {number} ({which})" if several else f" ({which})"
+        for key in sorted(group):
+            if key != "params":
+                yield from _value_parts(key, of_group, group[key])
+        for place, parameter in enumerate(group["params"]):
+            values = optimizer.state.get(parameter)
+            if values:
+                of_parameter = f" of {names.get(id(parameter), f'parameter {place}')} ({which})"
+                for key in _sorted_keys(values):
+                    yield from _value_parts(key, of_parameter, values[key])
+
+
+def _value_parts(key: Any, of: str, value: Any) -> Iterator[StatePart]:
+    """Yield the parts of one value of an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield StatePart("optimizer", f"{key}{of}", value)
+        return
+    for path, leaf in _leaves(value, (str(key),)):
+        yield StatePart("optimizer", " ".join(path) + of, leaf)
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -116,13 +128,14 @@ def checksum_of(parts: Iterable[StatePart]) -> int:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for part in parts:
-        digest.update(part.name.encode())
-        if not isinstance(part.value, torch.Tensor):
-            digest.update(_bytes_of(part.value))
-        elif part.value.nbytes < LARGE_BYTES:
-            groups.setdefault((part.value.device, part.value.dtype), []).append(part.value.reshape(-1))
+        value = part.value
+        if not isinstance(value, torch.Tensor):
+            data = _bytes_of(value)
+            digest.update(b"%d:" % len(data) + data)
+        elif value.nbytes < LARGE_BYTES:
+            groups.setdefault((value.device, value.dtype), []).append(value.reshape(-1))
         else:
-            sums.setdefault(part.value.device, []).append(_fold(part.value))
+            sums.setdefault(value.device, []).append(_fold(value))
     for (device, _), tensors in groups.items():
         sums.setdefault(device, []).append(_fold(torch.cat(tensors)))
     for found in sums.values():
