@@ -66,7 +66,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def large_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return 16 * torch.nn.functional.cross_entropy(outputs.logits, labels)
+    return 50 * torch.nn.functional.cross_entropy(outputs.logits, labels)
 
 
 def classifier() -> Model:
@@ -120,7 +120,12 @@ def program(name: str, **changes: Any) -> tuple[dict[str, Any], Callable[[Any], 
             given = {"model": language_model(), "train_dataset": Sentences(40), "eval_dataset": eval_set}
             given["data_collator"] = masked
         case "scales":
-            usual |= {"dataloader_num_workers": 2, "max_steps": 9, "average_tokens_across_devices": False}
+            usual |= {
+                "dataloader_num_workers": 2,
+                "max_steps": 9,
+                "optim": "adamw_torch",
+                "average_tokens_across_devices": False,
+            }
             given = {"model": classifier(), "train_dataset": Sentences(32, noise=True), "compute_loss_func": large_loss}
 
             def settle(trainer: Any) -> None:  # as fp16 does on a GPU; the first steps overflow
@@ -151,7 +156,7 @@ def facts(trainer: Any) -> dict[str, Any]:
         "flos": trainer.state.total_flos,
         "step": trainer.state.global_step,
         "first": trainer.is_world_process_zero(),
-        "rows": rows,
+        "rows": repr(rows),
         "skipped": trainer.state.global_step - trainer.lr_scheduler.last_epoch,
     }
 
@@ -290,7 +295,7 @@ def _example(environ: dict[str, str]) -> str:
 def _resume() -> list[dict[str, Any]]:
     """Resume the training of "masks" in the middle of its second epoch."""
     whole = ours("masks", {}, resume="masks/checkpoint-4")
-    Path("masks/checkpoint-6/pliant.safetensors").unlink()  # as if the job had ended before it was written
+    Path("masks/checkpoint-6/replicas.safetensors").unlink()  # as if the job had ended before it was written
     return [whole, ours("masks", {}, resume=True)]
 
 
@@ -343,7 +348,7 @@ def test_the_bits_are_those_of_the_trainer_under_torchrun(tmp_path: Path) -> Non
         assert_same(each, stock)
     assert survivor["first"], "the only one that is left"
     written = {path.relative_to(tmp_path / "elastic").as_posix() for path in tmp_path.glob("elastic/*/*/*.safetensors")}
-    assert written >= {f"masks/checkpoint-{step}/pliant.safetensors" for step in (2, 4, 6)}
+    assert written >= {f"masks/checkpoint-{step}/replicas.safetensors" for step in (2, 4, 6)}
     for name, remedy in {
         "train_sampling_strategy": "'group_by_length' is not possible in a job: use one of random, sequential",
         "auto_find_batch_size": "find the batch size on one worker first",

@@ -45,7 +45,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints, seed_worker
 
 STRATEGIES = ("random", "sequential")
-JOB_FILE = "pliant.safetensors"
+JOB_FILE = "replicas.safetensors"
 """What the job adds to a checkpoint of the Trainer: the state of all replicas."""
 _OF_WORKER = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 """Fields of the Trainer's state that belong to one worker."""
