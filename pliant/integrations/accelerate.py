@@ -77,6 +77,7 @@ def prepare_loader(
         job.replicas,
         _order_of(batches.sampler, len(dataset), data_seed, use_seedable_sampler=use_seedable_sampler),
         gradient_accumulation_steps,
+        has_set_epoch=use_seedable_sampler,
     )
     return job.use_feeder(feeder, feeder.replicas)
 

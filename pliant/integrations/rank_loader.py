@@ -67,7 +67,8 @@ class _Batches(ReplicaLoader):
 
     def _sample_order(self, stream: DataPosition) -> torch.Tensor:
         options, length = self._given, len(self._dataset)
-        order = torch.arange(length) if self._order is None else self._order(stream.epoch)
+        chosen = self._order_of(stream)
+        order = torch.arange(length) if self._order is None else self._order(stream.epoch if chosen is None else chosen)
         dealt = deal_batches(order, self._num_replicas, options.batch_size, drop_last=options.drop_last)
         return dealt.transpose(1, 2).reshape(-1)  # every N-th sample is of the same rank, as the loader expects it
 
@@ -90,15 +91,17 @@ class RankLoader:
         batches_per_step: int = 1,
         *,
         seeds_by_rank: bool = False,
+        has_set_epoch: bool = True,
     ) -> None:
         """Args:
         options: those of a single batch.
         order: returns the samples of an epoch in order. If None, they are taken as they are.
         seeds_by_rank: whether rank r adds r times `num_workers` to the seeds of its loader processes, as the Trainer
             of transformers does.
+        has_set_epoch: whether `set_epoch` has an effect on the order.
         """
         self._batches = _Batches(dataset, options, num_ranks, order, seeds_by_rank=seeds_by_rank)
-        self._options, self._per_step = options, batches_per_step
+        self._options, self._per_step, self._has_set_epoch = options, batches_per_step, has_set_epoch
         self.num_batches = num_batches(len(dataset), num_ranks, options)
         """The batches of each rank in an epoch."""
         # Without loader processes, a position holds the random state with which the batch ahead was made.
@@ -170,7 +173,9 @@ class RankLoader:
         return self._sizes.get(replica, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the order of an epoch is accelerate's."""
+        """Use the order of samples of this epoch, if accelerate's sampler does."""
+        if self._has_set_epoch:
+            self._batches.set_epoch(epoch)
 
     def stream(self, replica: int) -> DataPosition:
         """Return the position of `replica` after the batches taken so far."""
