@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from pliant.train.context import RngState
+from pliant.train.context import RngState, capture_rng, restore_rng
 
 SEARCHES = (1 << 20, 1 << 28)
 """How many words to search, about 5 ns each. If more lie between two states, the program has set the second one."""
@@ -127,6 +128,65 @@ class Draws:
             torch=_moved_torch(state.torch, before.torch, after.torch),
             cuda=_moved_cuda(state.cuda, before.cuda, after.cuda),
         )
+
+
+# --- between batches ---
+
+
+_HOST_GENERATORS = ("python", "numpy", "torch")
+
+
+class DrawsBetween:
+    """Counts the random numbers that the training draws between the batches of a sampler or stream in the same process.
+
+    They decide what the sampler or stream draws next, if it draws from the same generators. Only then are they counted.
+    """
+
+    def __init__(self, entries: Sequence[Sequence[Any]] = ()) -> None:
+        """The present state of the generators is that after the last batch."""
+        self.entries: list[Sequence[Any]] = [tuple(entry) for entry in entries]
+        """The number of a batch, a generator, and how many words were drawn from it before that batch, since a batch drew
+        from it; None if it was seeded."""
+        self._last = dict.fromkeys(_HOST_GENERATORS, capture_rng())
+
+    def record(self, number: int, before: RngState) -> None:
+        """Count what was drawn before a batch. `before` is the state when it was asked for; now it is made."""
+        after = capture_rng()
+        for generator in _HOST_GENERATORS:
+            if _part(before, generator) != _part(after, generator):
+                words = _words_drawn(self._last[generator], before, generator)
+                if words != 0:
+                    self.entries.append((number, generator, words))
+                self._last[generator] = after
+
+    def draw_again(self, number: int) -> None:
+        """Draw what was drawn before this batch, as far as it is known."""
+        for at, generator, words in self.entries:
+            if at == number and words is not None:
+                restore_rng(_advanced(capture_rng(), generator, words))
+
+
+def _part(state: RngState, generator: str) -> bytes:
+    if generator == "torch":
+        return _bytes(state.torch)
+    return state.python[0] if generator == "python" else state.numpy[0]
+
+
+def _words_drawn(before: RngState, after: RngState, generator: str) -> int | None:
+    one, other = _part(before, generator), _part(after, generator)
+    if one == other:
+        return 0
+    return _drawn(one, other) if generator == "torch" else _words_between(one, other)
+
+
+def _advanced(state: RngState, generator: str, words: int) -> RngState:
+    if generator == "torch":
+        return replace(state, torch=_write_torch(state.torch, _read_torch(state.torch).advanced(words)))
+    moved = _twister(_part(state, generator)).advanced(words)
+    there = moved.key + struct.pack("<i", moved.position)
+    if generator == "python":
+        return replace(state, python=(there, state.python[1]))
+    return replace(state, numpy=(there, *state.numpy[1:]))
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -248,6 +248,6 @@ def drifted(what: str, replica: int, count: int, remedy: str) -> TrainError:
     """Return the error for a copy that did not draw again what it had drawn before."""
     return TrainError(
         f"{what} of replica {replica} cannot be continued here: what it gave in the first {count} batches of the epoch "
-        f"came out different when it was repeated. It draws random numbers between batches from generators that the "
-        f"training uses, too, or depends on something else that this worker does not have. {remedy}"
+        f"came out different when it was repeated. It depends on something that does not repeat, or that this worker does "
+        f"not have. {remedy}"
     )

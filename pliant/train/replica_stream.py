@@ -6,12 +6,13 @@ has one, else by taking all batches of the epoch again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.outer_draws import DrawsBetween
 from pliant.train.replica_copies import (
     Record,
     checksum_of,
@@ -25,10 +26,7 @@ from pliant.train.replica_copies import (
     unpack_record,
 )
 
-REMEDY = (
-    "Give the dataset or its iterator state_dict and load_state_dict, let it draw from a generator of its own in an "
-    "attribute, or use num_workers=1"
-)
+REMEDY = "Give the dataset or its iterator state_dict and load_state_dict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,8 @@ class StreamResume:
     """Whether that epoch is over; the caller begins the next one."""
     checksum: int | None = None
     """The checksum of the batches, if it is known."""
+    between: Sequence[Sequence[Any]] = ()
+    """What the training has drawn between the batches (`DrawsBetween.entries`)."""
 
 
 def pack_start(random: bytes, attributes: Record) -> bytes:
@@ -185,8 +185,10 @@ class ReplicaStream:
         if resume.start is not None:
             self.load_start(resume.start)
         self.begin(resume.start or b"")
-        for _ in range(resume.count):
+        between = DrawsBetween(resume.between)
+        for number in range(resume.count):
             try:
+                between.draw_again(number)
                 self.fetch()
             except StopIteration:
                 raise drifted(f"the stream {self.name}", self._replica, resume.count, REMEDY) from None

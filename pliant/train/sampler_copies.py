@@ -9,6 +9,7 @@ draws a base seed, and calls `iter` twice, in its first epoch only.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
+from pliant.train.outer_draws import DrawsBetween
 from pliant.train.replica_copies import (
     GivenChanges,
     Record,
@@ -91,9 +93,10 @@ class IndexDraws:
         self.checksum = 0
         self._options = options
         self._iterator: Any = iter(())
-        self._is_exhausted = False
+        self._is_exhausted = self._draws_again = False
         self._start: Record = {}
-        self._records: dict[bool, bytes] = {}
+        self._between = DrawsBetween()
+        self._records: dict[tuple[bool, int], bytes] = {}
 
     @property
     def sampler(self) -> Any:
@@ -110,13 +113,14 @@ class IndexDraws:
         self._records = {}
         return self._begin(base_seed)
 
-    def _begin(self, base_seed: int | None) -> int:
+    def _begin(self, base_seed: int | None, between: Sequence[Sequence[Any]] = ()) -> int:
         self.begun, self.drawn, self.checksum, self.pending, self._is_exhausted = True, 0, 0, {}, False
         self._iterator = iter(self.copy.order)
         if base_seed is None:
             base_seed = draw_int64(self.copy.generator or torch.default_generator)
             if self._options.num_workers:
                 self._iterator = iter(self.copy.order)
+        self._between = DrawsBetween(between)
         for _ in range(self._options.prefetched):
             self.draw()
         return base_seed
@@ -125,20 +129,27 @@ class IndexDraws:
         """Draw the indices of one more batch, if there are any."""
         if self._is_exhausted:
             return
+        before = capture_rng()
         try:
             indices = next(self._iterator)
         except StopIteration:
             self._is_exhausted = True
             return
+        if not self._draws_again:
+            self._between.record(self.drawn, before)
         self.pending[self.drawn] = indices
         self.checksum = zlib.crc32(repr(indices).encode(), self.checksum)
         self.drawn += 1
 
     def record(self, ended: bool) -> bytes:
-        """Return what is needed to draw the same again. It changes only when an epoch begins or ends."""
-        if ended not in self._records:
-            self._records[ended] = pack_record({**self._start, "ended": ended}, "the sampler")
-        return self._records[ended]
+        """Return what is needed to draw the same again. It changes when an epoch begins or ends, and when the training and
+        the sampler draw from the same generator by turns."""
+        between = self._between.entries
+        key = ended, len(between)
+        if key not in self._records:
+            record = {**self._start, "ended": ended, "between": between}
+            self._records = {key: pack_record(record, "the sampler")}
+        return self._records[key]
 
     def was_ended(self, stream: DataPosition) -> bool:
         return bool(stream.extra) and bool(unpack_record(stream.extra)["ended"])
@@ -150,18 +161,22 @@ class IndexDraws:
             TrainError: something else comes out.
         """
         record = unpack_record(stream.extra)
-        ended = record.pop("ended")
+        ended, between = record.pop("ended"), record.pop("between")
         count = stream.batch if stream.left is None else stream.left
         present = capture_rng()
         try:
             load_attributes(self.copy, record["copy"], self.copy.shared)
             restore_rng(RngState.from_bytes(record["random"]))
             self._start, self._records = record, {}
+            self._draws_again = True
             # Any seed will do for a loader whose loader workers have theirs already.
-            self._begin(None if record["seeds"] else 0)
+            self._begin(None if record["seeds"] else 0, between)
             for _ in range(count + (ended and not self._options.num_workers)):
+                self._between.draw_again(self.drawn)
                 self.draw()
+            self._between = DrawsBetween(between)
         finally:
+            self._draws_again = False
             restore_rng(present)
         if self.checksum != stream.checksum:
             name = type(self.sampler).__name__

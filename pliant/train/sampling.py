@@ -250,7 +250,7 @@ def _check_sampler(sampler: Any, name: str) -> None:
         )
     for each in (sampler, getattr(sampler, "sampler", None)):
         rank, ranks = (getattr(each, attribute, None) for attribute in ("rank", "num_replicas"))
-        if isinstance(rank, int) and isinstance(ranks, int):
+        if isinstance(rank, int) and isinstance(ranks, int) and ranks > 1:
             raise ConfigError(
                 f"{name} {kind} is that of rank {rank} of {ranks}, and all replicas would have the same samples: give a "
                 f"function of the replica, {name}=lambda replica: {kind}(..., num_replicas=job.replicas, rank=replica)"

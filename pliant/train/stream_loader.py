@@ -31,6 +31,7 @@ from pliant.errors import TrainError
 from pliant.train.context import DataPosition, RngState, capture_rng, fill_states, restore_rng
 from pliant.train.feeder import LoaderPool, epochs_of
 from pliant.train.loader_process import LoadedBatch, LoaderSpec
+from pliant.train.outer_draws import DrawsBetween
 from pliant.train.replica_copies import (
     GivenChanges,
     is_function_of_replica,
@@ -316,6 +317,7 @@ class _LocalStream:
         self.again: deque[_TakenBatch] = deque()
         self.stream = ReplicaStream(loader.dataset, replica, loader.stream_options, loader.collate)
         self._loader, self._begun = loader, False
+        self._between = DrawsBetween()
         present = capture_rng()
         try:
             self.stream.make()
@@ -328,12 +330,15 @@ class _LocalStream:
         record = unpack_record(position.extra)
         is_over = position.left is not None
         count = position.batch if position.left is None else position.left
-        resume = StreamResume(record["start"], count, record["kept"], is_over=is_over, checksum=position.checksum)
+        between = record["between"]
+        resume = StreamResume(
+            record["start"], count, record["kept"], is_over=is_over, checksum=position.checksum, between=between
+        )
         with self._loader.telling_cost(replica, 0 if resume.kept else count, self.stream.name):
             self.stream.resume(resume)
         if is_over:
             self._loader.changes.apply_to(self.stream.dataset)
-        self._begun = not is_over
+        self._begun, self._between = not is_over, DrawsBetween(between)
 
     @property
     def ended(self) -> bool:
@@ -353,23 +358,28 @@ class _LocalStream:
             base_seed = self._loader.draw_base_seed(position.epoch)
             position = DataPosition(position.epoch, base_seed=base_seed)
             stream.begin()
-            self._begun = True
+            self._begun, self._between = True, DrawsBetween()
+        before, known = capture_rng(), len(self._between.entries)
         try:
             data = stream.fetch()
         except StopIteration:
-            self.position = replace(position, checksum=stream.checksum, extra=self._record())
+            self.position = replace(position, checksum=stream.checksum, extra=self._record(position, False))
             raise
         self.size = stream.size
-        self.position = replace(position, batch=position.batch + 1, checksum=stream.checksum, extra=self._record())
+        if not stream.has_state:
+            self._between.record(position.batch, before)
+        is_same = position.batch > 0 and len(self._between.entries) == known
+        record = self._record(position, is_same)
+        self.position = replace(position, batch=position.batch + 1, checksum=stream.checksum, extra=record)
         return pin_memory(data) if self._loader.pins else data  # type: ignore[no-untyped-call]
 
-    def _record(self) -> bytes:
-        """Return the record to continue from."""
+    def _record(self, before: DataPosition, is_same: bool) -> bytes:
+        """Return the record to continue from. Without a state it is the `same` as before while nothing else is drawn."""
         kept = self.stream.save()
-        ended = self.stream.ended
-        if kept is None and self.position.batch and self.position.left is None and not ended:
-            return self.position.extra  # it has not changed since the epoch began
-        return pack_record({"start": self.stream.start if kept is None else None, "kept": kept, "ended": ended})
+        if kept is None and is_same:
+            return before.extra
+        start, between = (self.stream.start, self._between.entries) if kept is None else (None, [])
+        return pack_record({"start": start, "kept": kept, "ended": self.stream.ended, "between": between})
 
     def drop(self) -> None:
         pass

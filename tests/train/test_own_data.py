@@ -24,8 +24,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from pliant.errors import TrainError
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
 from pliant.train.feeder import ReplicaLoader
+from pliant.train.outer_draws import DrawsBetween
+from pliant.train.replica_copies import load_attributes, pack_record, save_attributes, unpack_record
 from pliant.train.sampling import loader_options
 from pliant.train.stream_loader import StreamLoader
 
@@ -48,7 +51,11 @@ def sample(index: int, own: Any = None) -> torch.Tensor:
     """A sample that depends on all three generators, or on one of its own, and on the loader worker that makes it."""
     info = get_worker_info()
     who = [-1, -1, -1] if info is None else [info.id, info.num_workers, info.seed % 2**20]
-    chance = [random.random(), np.random.rand(), torch.rand(()).item()] if own is None or info else [own.random()] * 3
+    chance = (
+        [random.random(), np.random.rand(), torch.rand(()).item()]
+        if own in (None, random) or info
+        else [own.random()] * 3
+    )
     return torch.tensor([index, *who, *chance], dtype=torch.float64)
 
 
@@ -93,14 +100,18 @@ class EagerBatches:
 class DrawsAsItGoes(Sampler[int]):
     """Draws from a generator of its own between batches, and its choice depends on what it drew before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_global: bool = False) -> None:
         self.chance = np.random.default_rng(5)
         self.inner = SimpleNamespace(chance=random.Random(3))
+        self.is_global = is_global
 
     def __iter__(self) -> Iterator[int]:
         last = 0
         for _ in range(18):
-            last = (last + int(self.chance.integers(7)) + self.inner.chance.randrange(3)) % LENGTH
+            step = int(self.chance.integers(7)) + self.inner.chance.randrange(3)
+            if self.is_global:
+                step = int(torch.randint(5, ()) + np.random.randint(4)) + random.randrange(2)
+            last = (last + step) % LENGTH
             yield last
 
 
@@ -238,6 +249,7 @@ SAMPLERS = {
     ),
     "eager": Case(loading=lambda rank: {"batch_sampler": EagerBatches()}, common={"collate_fn": mixed}),
     "as it goes": Case(loading=lambda rank: {"batch_sampler": BatchSampler(DrawsAsItGoes(), 4, False)}),
+    "global": Case(loading=lambda rank: {"batch_size": 4, "sampler": DrawsAsItGoes(is_global=True)}),
     "unbatched": Case(
         loading=lambda rank: {"batch_size": None, "sampler": BatchSampler(range(rank, 18, 3), 2, False)},
         by_replica=True,
@@ -249,7 +261,8 @@ SAMPLERS = {
     ),
 }
 STREAMS = {
-    "plain": Case(lambda rank: Stream(chance=random.Random(1))),
+    "plain": Case(lambda rank: Stream(chance=random.Random(1)), common={"collate_fn": mixed}),
+    "global": Case(lambda rank: Stream(rank, chance=random), by_replica=True),
     "rank": Case(lambda rank: Stream(rank, chance=random.Random(rank)), by_replica=True, sets_epoch=True),
     "drop last": Case(lambda rank: Stream(chance=np.random.default_rng(4)), lambda rank: {"batch_size": 5, "drop_last": True}),
     "unbatched": Case(lambda rank: Stream(chance=random.Random(2)), lambda rank: {"batch_size": None}),
@@ -396,3 +409,59 @@ def test_persistent_loader_processes_keep_their_streams_and_samplers(no_leaks: N
         oracle = stock(case, 2)
         ours(case, 2).assert_equal(oracle)
         ours(case, 2, moves=True).assert_equal(oracle)
+
+
+@pytest.mark.parametrize("case", [SAMPLERS["global"], STREAMS["global"]], ids=["sampler", "stream"])
+def test_what_training_draws_between_batches_counts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the copy on another worker draws something else, which is noticed."""
+    monkeypatch.setattr(DrawsBetween, "draw_again", lambda *_: None)
+    with pytest.raises(
+        TrainError, match=r"of replica \d cannot be continued here: what it gave in the first \d batches"
+    ):
+        ours(case, 0, moves=True)
+
+
+def test_the_state_of_a_copy_is_that_of_its_attributes() -> None:
+    def make(seed: int) -> Any:
+        chance = [torch.Generator().manual_seed(seed), random.Random(seed), np.random.default_rng(seed)]
+        inner = SimpleNamespace(epoch=seed, chance=chance, old=np.random.RandomState(seed), data=[seed] * 100)
+        return SimpleNamespace(inner=inner, table={"at": seed}, text="x" * seed, shared=DATA, me=None)
+
+    one, other = make(1), make(2)
+    one.me = one
+    torch.rand(3, generator=one.inner.chance[0])
+    load_attributes(other, unpack_record(pack_record(save_attributes(one, DATA))), DATA)
+    assert torch.equal(*[torch.rand((), generator=each.inner.chance[0]) for each in (one, other)])
+    assert [each.random() for each in other.inner.chance[1:]] == [each.random() for each in one.inner.chance[1:]]
+    assert other.inner.old.rand() == one.inner.old.rand()
+    assert (other.inner.epoch, other.table, other.text) == (1, {"at": 1}, "x")
+    assert other.inner.data == [2] * 100, "data are not state"
+
+
+@pytest.mark.processes
+def test_a_program_may_call_set_epoch_of_its_own_sampler_or_dataset() -> None:
+    """As it does in a script for DDP: the replicas' copies notice at the start of the next epoch."""
+    sampler, stream = RankSampler(0, 1), Stream(chance=random.Random(0))
+    for given, make in (
+        (sampler, lambda: ReplicaLoader(*loader_options(DATA, sampler=sampler, batch_size=4), N)),
+        (stream, lambda: StreamLoader(*loader_options(stream, batch_size=4))),
+    ):
+        found = []
+        for moves in (False, True):
+            given.epoch = 0
+            feeder, got, position = make(), [], DataPosition()
+            for epoch in range(3):
+                if moves:  # to a new worker, whose program has just made its objects
+                    feeder.close()
+                    given.epoch = 0
+                    feeder = make()
+                given.set_epoch(3 * epoch)
+                feeder.host({1: position})
+                for _ in range(3):
+                    torch.manual_seed(0)
+                    got.append(feeder.next(1)[:, 0])
+                position = feeder.stream(1).next_epoch(loader_options(DATA)[1])
+            feeder.close()
+            found.append(torch.stack(got))
+        assert torch.equal(*found), "on another worker, too"
+        assert not torch.equal(found[0][0], found[0][3])
