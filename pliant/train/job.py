@@ -491,20 +491,17 @@ class Job:
             self._inside_epochs = False
 
     def steps(self, count: int, *, start: int = 0) -> Iterator[Step]:
-        """Yield the steps from `start` up to `count` of a program that makes its own batches: `for replica in step:`
-        yields the replicas hosted here. Inside of `job.epochs` these are the steps of an epoch, else those of the whole
-        job. A new worker, or a resumed job, begins at the job's present step, wherever its own `start` is."""
+        """Yield the steps of a whole job whose program makes its own batches, from `start` up to `count`: `for replica
+        in step:` yields the replicas hosted here. A new worker, or a resumed job, begins at the job's present step,
+        wherever its own `start` is."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
-        if start and self._inside_epochs:
-            raise ConfigError(
-                f"job.steps(start={start!r}) inside of job.epochs: give job.epochs its first epoch instead"
+        if self._inside_epochs or self._declared.data is not None:
+            raise TrainError(
+                "job.steps is the loop of a program without job.epochs and job.loader: use either the one or the others"
             )
-        if self._declared.data is None:
-            options = LoaderOptions(batch_size=1, shuffle=False)
-            self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
-        if self._inside_epochs:
-            return Steps(self._running().steps())
+        options = LoaderOptions(batch_size=1, shuffle=False)
+        self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
         self._declared.first.step = self._declared.first.epoch_step = start
         return Steps(step for _ in self.epochs(1) for step in self._running().steps())
 

@@ -179,7 +179,7 @@ class Sized(Endless):
         (DATA, {"num_workers": 1, "multiprocessing_context": "twin"}, ConfigError, "choose from"),
         (object(), {}, ConfigError, "object is no dataset"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict | str) else getattr(value, "__name__", type(value).__name__),
+    ids=lambda value: ",".join(value) or "-" if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_dealt_is_refused(
     source: Any, overrides: dict[str, Any], error: type[Exception], says: str
