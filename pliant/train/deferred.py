@@ -250,9 +250,12 @@ class DeferredUpdates:
         return bool(self._pending)
 
     @property
-    def will_be_cleared(self) -> bool:
-        """Whether sums are on their way and the program has cleared all of their gradients already."""
-        return bool(self._pending) and all(self._zeroed.get(index) for index in self._pending)
+    def cleared(self) -> dict[int, bool] | None:
+        """The parameters whose sums are on their way, if the program has cleared all of their gradients already: to
+        None if true, else to zeros. None if it has not."""
+        if any(index not in self._zeroed for index in self._pending):
+            return None
+        return {index: self._zeroed[index] for index in self._pending}
 
     def unused_parameters(self) -> set[int]:
         """Return the parameters that nobody has used since the last step, though backward begins: they can have no

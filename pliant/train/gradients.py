@@ -8,8 +8,9 @@ gradients are summed; what would lead to a wrong sum is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -75,7 +76,6 @@ class GradientReducer:
         """Whether the program adds to the gradients of earlier steps; None if it is not known yet."""
         self._had_sums = False
         """Whether there was a step before this one."""
-        self._is_pending = False
         self._in_pass = False
         """Whether a pass has begun that does not count yet: the parameters have gradients of turns."""
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
@@ -183,22 +183,33 @@ class GradientReducer:
             first = min(wanted.get(index, len(self.parameters)) for index in unit.indices)
             unit.priority = first if config.mode == "priority" else 0
 
-    def begin_pass(self, *, is_pending: bool = False, begins_step: bool = True) -> None:
-        """Remember the gradients that there are: as with DDP, every replica adds its own to them. With `is_pending`
-        the sums of the last step are on their way, and their gradients will be cleared."""
-        self._bases, self._is_pending, self._in_pass = None, is_pending, True
-        if is_pending:
-            return
-        if any(parameter.grad is not None for parameter in self.parameters):
-            self._bases = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        if begins_step and self.wanted:
+    def begin_pass(self, *, cleared: Mapping[int, bool] = MappingProxyType({}), begins_step: bool = True) -> None:
+        """Remember the gradients that there are: as with DDP, every replica adds its own to them.
+
+        `cleared` holds the parameters whose last sums are on their way, and whose gradients the program has cleared
+        already: to None if true, else to zeros.
+        """
+        self._bases, self._in_pass = None, True
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
+        if any(base is not None for base in bases):
+            self._bases = bases
+        if begins_step and self.wanted and not cleared:
             self._carries = self._carries or (self._bases is not None if self._had_sums else None)
             self._had_sums = True
 
+    def _base(self, index: int, parameter: torch.nn.Parameter, cleared: Mapping[int, bool]) -> torch.Tensor | None:
+        if index in cleared:
+            if cleared[index]:
+                return None
+            like = {"dtype": parameter.dtype, "device": parameter.device}
+            return torch.empty_strided(parameter.size(), parameter.stride(), **like).zero_()
+        return None if parameter.grad is None else parameter.grad.clone()
+
     @property
-    def has_bases(self) -> bool:
-        """Whether the turns of this pass add to gradients of earlier ones."""
-        return self.wanted and self._bases is not None
+    def bases(self) -> Sequence[torch.Tensor | None] | None:
+        """The gradients of earlier passes that the turns of this pass add to; None if there are none."""
+        return self._bases
 
     def end_pass(self) -> None:
         """End the pass: it counts, and the parameters have its sums."""
@@ -225,9 +236,9 @@ class GradientReducer:
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
         self._have_buckets(engine)
-        if not self._is_pending:
-            self._reset_gradients()  # also where they are not summed: this turn may be taken again
-        self._is_pending = False  # in the first turn all of them are used, and cleared
+        # Also where they are not summed: this turn may be taken again. One whose sum is on its way is cleared once more
+        # after its update.
+        self._reset_gradients()
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:

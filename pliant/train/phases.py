@@ -257,6 +257,11 @@ class PhaseMachine:
         self._slot = 0
 
     @property
+    def wants_view(self) -> bool:
+        """Whether the next step begins in another view."""
+        return self.is_lost or self.view_agreed is not None
+
+    @property
     def report(self) -> Report:
         """This worker's report for the next view."""
         is_beyond = self.passes > self._step_began >= 0
@@ -287,7 +292,7 @@ class PhaseMachine:
                 return self._go_on()
             case Phase.PROGRAM, StepAsked():
                 self._step_began, self._in_body = self.passes, False
-                return self._change_view() if self.is_lost or self.view_agreed is not None else RunProgram()
+                return self._change_view() if self.wants_view else RunProgram()
             case Phase.TAKEN_BACK, StepAsked():
                 return self._change_view()
             case Phase.PROGRAM, PassBegun(has_turns):

@@ -18,7 +18,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,6 +38,7 @@ from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
 from pliant.train.meeting import MeetingWatch
 from pliant.train.outer_draws import Draws
+from pliant.train.pending import ParameterGroups, options_of
 from pliant.train.phases import (
     Action,
     AllConfirmed,
@@ -90,6 +91,10 @@ class StepUndo:
     first_buffers: Tensors
     adaptation: dict[str, Any]
     tracked: dict[str, Any]
+    options: list[ParameterGroups]
+    """The options of each optimizer's groups: the program may change them before its first pass."""
+    gradients: list[Sequence[torch.Tensor | None] | None] = field(default_factory=list)
+    """With which the turns of each reducer began."""
 
 
 class Trainer:
@@ -369,6 +374,8 @@ class Trainer:
         """Enter the right view and begin a step; return False if the epoch is over."""
         self.settle()
         while True:
+            if self.phases.wants_view:
+                self.wait_for_sums()  # in another view they would never come
             if self.phases.phase is Phase.TAKEN_BACK:
                 self._undo_step()
             elif self._joins_late:
@@ -528,6 +535,7 @@ class Trainer:
         if any(reducer.handed_in for reducer in self.reducers):
             raise TrainError(f"{what} after the backward of replica {turn.replica}: its gradients are on their way")
         turn.outcome = outcome
+        self.deferred.unused_parameters()  # zeros must not be written where sums of the last step are on their way
 
     def _begin_pass(self) -> None:
         """Begin a pass, before its first turn. (Turns that are taken again begin with `_begin_turn`.)"""
@@ -540,11 +548,12 @@ class Trainer:
             self._writes_first = self._writes_first or self._count_writes() != self._versions
         self._outer = None
         self.state.keep_first_buffers()
-        is_pending = self.deferred.will_be_cleared
-        if not is_pending:
+        cleared = self.deferred.cleared
+        if cleared is None or self.phases.is_lost:
             self.wait_for_sums()
+            cleared = {}
         for reducer in self.reducers:
-            reducer.begin_pass(is_pending=is_pending, begins_step=not self._passes_in_step)
+            reducer.begin_pass(cleared=cleared, begins_step=not self._passes_in_step)
 
     def _begin_turn(self, slot: int) -> Batch:
         """Give the replica in this slot its context, and return its batch; nothing if its data have ended."""
@@ -602,7 +611,9 @@ class Trainer:
             return self._take_back()
         turn.models = sum(1 << number for number, reducer in enumerate(self.reducers) if reducer.handed_in)
         if not self.sync.may_defer:
-            turn.had_gradients = sum(1 << number for number, each in enumerate(self.reducers) if each.has_bases)
+            turn.had_gradients = sum(
+                1 << number for number, each in enumerate(self.reducers) if each.wanted and each.bases
+            )
         if turn.models:
             turn.outcome = Outcome.SUMMED
         elif turn.outcome is Outcome.SKIPPED and not turn.is_last:
@@ -646,6 +657,8 @@ class Trainer:
                 self._keep_context(Turn(replica, slot, slot == len(self.hosted) - 1, outcome))
             return self._exchange_turns()
 
+        if not self.wait_for_sums():
+            return
         if not ended:
             self._draws = self._draws_so_far()
         self._outer = None
@@ -708,7 +721,8 @@ class Trainer:
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:
-            self._undo = self._step_start
+            gradients = [reducer.bases for reducer in self.reducers]
+            self._undo = replace(self._step_start, gradients=gradients) if self._step_start is not None else None
             self.sync.defer_updates(awaited)
         return self._handle(SumsArrived(for_sure=alone or awaited is not None))
 
@@ -869,8 +883,9 @@ class Trainer:
             return
         adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
         tracked = {name: copy.deepcopy(each.state_dict()) for name, each in self.state.tracked.items()}
+        options = [options_of(optimizer) for optimizer in self.state.optimizers]
         self._step_start = StepUndo(
-            replace(self.progress), self.replicas.contexts, self.state.first_buffers, adaptation, tracked
+            replace(self.progress), self.replicas.contexts, self.state.first_buffers, adaptation, tracked, options
         )
 
     def _start_to_lend(self) -> dict[str, Any]:
@@ -891,8 +906,13 @@ class Trainer:
         if undo.adaptation:
             self.adaptation.load_state_dict(undo.adaptation)
         self.deferred.undo_step()
+        for reducer, gradients in zip(self.reducers, undo.gradients, strict=True):
+            reducer.carry(gradients)
         for name, saved in undo.tracked.items():
             self.state.tracked[name].load_state_dict(saved)
+        for optimizer, groups in zip(self.state.optimizers, undo.options, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
         self._exchange.clear()
         self._outer, self._dealt, self._passes_in_step = None, -1, 0
 

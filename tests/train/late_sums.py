@@ -134,10 +134,10 @@ class Loop:
     def begin(self) -> None:
         """A pass begins, and the turn of the only replica hosted here."""
         self.network.sums = [] if not self.deferred.is_pending else self.network.sums
-        is_pending = self.deferred.will_be_cleared
-        if not is_pending:
+        cleared = self.deferred.cleared
+        if cleared is None:
             self.deferred.flush()
-        self.gradients.begin_pass(is_pending=is_pending)
+        self.gradients.begin_pass(cleared=cleared or {})
         if self.way.mode == "fifo":
             self.deferred.observe()
         self.gradients.plan_step(self.way, self.deferred.order)
