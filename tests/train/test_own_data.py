@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from pliant.errors import TrainError
+import pliant
+from pliant.errors import ConfigError, TrainError
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
 from pliant.train.feeder import ReplicaLoader
 from pliant.train.outer_draws import DrawsBetween
@@ -465,3 +466,39 @@ def test_a_program_may_call_set_epoch_of_its_own_sampler_or_dataset() -> None:
             found.append(torch.stack(got))
         assert torch.equal(*found), "on another worker, too"
         assert not torch.equal(found[0][0], found[0][3])
+
+
+def test_shares_of_different_lengths_are_an_error_and_unknown_lengths_have_no_len() -> None:
+    def stream(replica: int) -> Any:
+        made = Stream(replica, chance=random.Random(0))
+        made.numbers = lambda: list(range(8 if replica else 6))  # type: ignore[method-assign]
+        return made
+
+    with pliant.join(replicas=N) as job:
+        model = torch.nn.Linear(7, 1, dtype=torch.float64)
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = job.loader(stream, batch_size=2)
+        with pytest.raises(TypeError, match=r"len\(loader\): the number of steps is not known"):
+            len(loader)
+        steps = 0
+        with pytest.raises(
+            TrainError, match="the data of replica 0 ended before step 3, but those of replica 1 did not"
+        ):
+            for _epoch in job.epochs(2):
+                for step in loader:
+                    for batch in step:
+                        model(batch).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+        assert steps == 3
+
+
+def test_what_cannot_be_copied_or_dealt_anew_is_refused() -> None:
+    stream = Stream(chance=random.Random(0))
+    stream.file = open("/dev/null")  # type: ignore[attr-defined]  # noqa: SIM115
+    with stream.file, StreamLoader(*loader_options(stream)) as feeder:  # type: ignore[attr-defined]
+        with pytest.raises(
+            ConfigError, match=r"dataset Stream cannot be copied for each replica.*dataset=lambda replica"
+        ):
+            feeder.host({0: DataPosition()})
