@@ -174,7 +174,8 @@ def slow_rest() -> Iterator[None]:
         let_go()
 
     def noted_flush(self: DeferredUpdates) -> None:
-        let_go()
+        if self.is_pending:
+            let_go()
         flush(self)
 
     def noted_unused(self: DeferredUpdates) -> set[int]:
