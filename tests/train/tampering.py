@@ -198,6 +198,11 @@ def _is_gradient(operation: Operation) -> bool:
     return operation.compiled.spec.name.startswith("grad:")
 
 
+def no_backward() -> Tampering:
+    """Turns end without one."""
+    return mock.patch.object(torch.Tensor, "backward", return_value=None)
+
+
 def nothing() -> Tampering:
     """The control of the controls."""
     return contextlib.nullcontext()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang import FULL
-from stage import run_fixed
-from subject import Task, compare_all
+from gang import FULL, Failed, gang
+from stage import new_workers, run_fixed, spec_of, view_of
+from subject import Task, compare_all, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -66,3 +66,22 @@ VARIANTS = (
 def test_what_programs_do_beyond_the_plain_loop(size: int, tmp_path: Path) -> None:
     tasks = [Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name)) for name in VARIANTS]
     compare_all(tasks, run_fixed(tasks, size))
+
+
+def test_a_turn_without_backward_is_the_same_error_on_every_worker(tmp_path: Path) -> None:
+    view = view_of(new_workers(2))
+    tasks = [
+        Task(
+            program="conv",
+            replicas=3,
+            epochs=1,
+            journal=str(tmp_path / f"{rank}"),
+            environ=spec_of(worker, view).to_environ(),
+            tampering="no_backward" if rank == 1 else "nothing",
+        )
+        for rank, worker in enumerate(view.workers)
+    ]
+    with gang(train, [(task,) for task in tasks]) as started:
+        for rank in range(2):
+            with pytest.raises(Failed, match=r"replica 2 ended its turn of step 0 without a backward\(\)"):
+                started.hear(rank)

@@ -24,9 +24,10 @@ KILLS = [
     ("committed", 0, 4),
     ("summed", 2, 7),
     ("backward", 0, 9),
+    ("outer", 1, 3),
 ]
 """Each moment once in the first four."""
-MORE_KILLS = [(moment, rank, step) for moment in ("forward", "backward", "summed", "committed") for rank in (0, 2) for step in (0, 1, 4, 5)]  # fmt: skip
+MORE_KILLS = [(moment, rank, step) for moment in ("forward", "backward", "summed", "outer", "committed") for rank in (0, 2) for step in (0, 1, 4, 5)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("moment", "rank", "step"), KILLS + MORE_KILLS * FULL, ids=str)

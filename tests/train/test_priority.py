@@ -25,6 +25,8 @@ CROSSING = (
 """Programs that let the next forward begin before all sums are there."""
 STOPPING = ("accumulating", "scaled", "saving", "evaluating", *(("transformer", "tied") if FULL else ()))
 """Programs that need all sums in every step: they clip, or look at everything."""
+UNUSUAL = ("kept-gradients", "kept-and-cleared-first", "two-passes", "skipping", "leaving")
+"""Programs of which some steps need all sums."""
 SOME = ("conv", "unused", "accumulating-4", "nesterov")
 
 
@@ -44,13 +46,15 @@ def _crossed(found: History) -> float:
 
 def test_what_programs_do(tmp_path: Path) -> None:
     """One replica per worker, all over TCP; slices of 4 KiB, and not more in flight than one."""
-    tasks = _tasks(tmp_path, CROSSING + STOPPING, "priority", in_flight_bytes=4096)
+    tasks = _tasks(tmp_path, CROSSING + STOPPING + UNUSUAL, "priority", in_flight_bytes=4096)
     for sync in ("slicing", "baseline"):
         tasks += _tasks(tmp_path, CROSSING + STOPPING if FULL else SOME, sync)
     tasks += _tasks(tmp_path, SOME if FULL else ["conv"], "fifo")
     found = run_fixed(tasks, 3, hosts=HOSTS, timeout_s=120)
     compare_all(tasks, found)
     for task, each in zip(tasks, found, strict=True):
+        if task.program in UNUSUAL:
+            continue
         expected = 1.0 if task.program in CROSSING and task.sync != "fifo" else 0.0
         assert _crossed(each) == expected, f"{task.program}, {task.sync}: {_crossed(each):.2f} of the steps crossed"
 
