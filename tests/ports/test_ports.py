@@ -35,6 +35,8 @@ PORTS = [
     Port("gan", Fault("outer", 1), replicas=(3, 2)),
     Port("ema", Fault("forward", 2)),
     Port("loop", Fault("backward", 0), replicas=(3, 2)),
+    Port("sampler", Fault("forward", 1)),
+    Port("stream", Fault("backward", 2)),
 ]
 
 

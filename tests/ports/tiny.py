@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 VOCABULARY, BLOCK = 17, 6
 
@@ -73,6 +74,18 @@ class Pictures(Dataset[tuple[Tensor, int]]):
             picture = picture.flip(-1) if torch.rand(1) < 0.5 else picture
             picture = picture.roll(random.randrange(3), -1) + 0.1 * torch.randn(picture.shape)
         return picture, index % 3
+
+
+class Stream(IterableDataset[tuple[Tensor, int]]):
+    """The part of a stream of pictures that belongs to one rank, with noise."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        pictures = Pictures(24)
+        for index in range(self.rank, len(pictures) // self.num_ranks * self.num_ranks, self.num_ranks):
+            yield pictures[index][0] + 0.1 * torch.randn(1, 6, 6), index % 3
 
 
 class Net(nn.Module):

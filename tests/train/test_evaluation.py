@@ -50,7 +50,7 @@ class Shares:
     def end_shards(self, states: dict[int, RngState]) -> None:
         self.ended = states
 
-    def together(self, ask: Callable[[Engine], Any], alone: Callable[[], Any]) -> Any:
+    def together(self, ask: Callable[[Engine], Any], alone: Callable[[], Any], place: str) -> Any:
         return self.answer(ask(self.engine) if self.size > 1 else alone())
 
 
@@ -116,7 +116,7 @@ def test_shards_of_a_lost_worker_are_dealt_to_the_others(rank: int) -> None:
             return [*rows, json.dumps([others[shard] for shard in elsewhere]).encode()]
 
         shares.answer = answer
-        shares.together = lambda ask, alone: answer(alone())  # type: ignore[method-assign]
+        shares.together = lambda ask, alone, place: answer(alone())  # type: ignore[method-assign]
         assert evaluate(shares) == expected()
         assert shares.begun == [0, 1, 2 + rank]
         assert asked == [[0, 1], [0, 1, 2 + rank]]
