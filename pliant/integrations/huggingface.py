@@ -256,6 +256,7 @@ class ElasticTrainer(transformers.Trainer):
             (given.auto_find_batch_size, "auto_find_batch_size", True, "find the batch size on one worker first"),
             (not given.dataloader_in_order, "dataloader_in_order", False, "the order would depend on timing; use True"),
             (given.ddp_static_graph, "ddp_static_graph", True, "leave it out"),
+            (given.ignore_data_skip, "ignore_data_skip", True, "leave it out: a job keeps its place in the data"),
             (given.fsdp, "fsdp", given.fsdp, whole),
             (given.deepspeed, "deepspeed", given.deepspeed, whole),
             (config.split_batches, "split_batches", True, "divide per_device_train_batch_size by N instead"),
