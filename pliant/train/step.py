@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -263,6 +263,11 @@ class Steps:
             self._count_on(step.index)
         self._is_first = False
         return step
+
+    def close(self) -> None:
+        """Leave the loop over the steps, as `break` does."""
+        if isinstance(self._steps, Generator):
+            self._steps.close()
 
     def _count_on(self, steps: int) -> None:
         """Move the counters that count this iterator's steps: each counts what `next` returns to it."""
