@@ -202,8 +202,7 @@ class GradientReducer:
         if index in cleared:
             if cleared[index]:
                 return None
-            like = {"dtype": parameter.dtype, "device": parameter.device}
-            return torch.empty_strided(parameter.size(), parameter.stride(), **like).zero_()
+            return torch.zeros_like(parameter.data)
         return None if parameter.grad is None else parameter.grad.clone()
 
     @property
