@@ -202,7 +202,11 @@ class GradientReducer:
         if index in cleared:
             if cleared[index]:
                 return None
-            return torch.zeros_like(parameter.data)
+            # The parameter's form, but not its memory: its update may be under way.
+            zeros = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            )
+            return zeros.zero_()
         return None if parameter.grad is None else parameter.grad.clone()
 
     @property
