@@ -51,6 +51,8 @@ def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
     until(lambda: _committed(journals, 7) == 4, "step 7 on four")
     assert {path.name.partition(":")[0] for path in journals.glob("*.journal")} == {HEAD, OTHER}, "Ray used one node"
     nodes.remove(OTHER)
+    known = ('"roll": 3,', '"roll": 4,')
+    until(lambda: any(_count(journals, "prepared", roll) for roll in known), "the loss to be known")
     open_gate(gate, 10)  # new workers are let in when the others have done a step without the lost ones
     _resize(launcher, job, CPUS)  # for so many there is room; may return before the loss of the node is noticed
     until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == CPUS, "all to train on the node that is left")
