@@ -420,7 +420,7 @@ class Supervisor:
         elif code == PROGRAM_EXIT:
             then = "another one would make the same mistake, so it is not replaced (see its messages)"
         elif code == REFUSED_EXIT:
-            then = "the job will not have it, so it is not replaced (see its messages)"
+            then = "the job refused it, so it is not replaced (its own message says why)"
         else:
             is_replaced, then = self._replacements.decide(worker, at_s)
         if not (self._independent and is_replaced):

@@ -116,12 +116,12 @@ def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log
             found.append((read_step(path), path.stat().st_mtime, path))
         except (CheckpointError, OSError) as error:
             if _step_of(path) is not None:
-                notify(f"{error}; the one before it is used")
+                notify(f"{error}; trying an older one")
     for _, _, path in sorted(found, reverse=True):
         try:
             verify(path)
         except CheckpointError as error:
-            notify(f"{error}; the one before it is used")
+            notify(f"{error}; trying an older one")
         else:
             return path
     return None

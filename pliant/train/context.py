@@ -358,7 +358,8 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
     """Return the states of all loader workers; missing ones are as seeded."""
     if len(workers) > num_workers:
         raise ConfigError(
-            f"a stream of {len(workers)} loader workers, but num_workers={num_workers}: it must not change"
+            f"num_workers={num_workers}, but the job began this epoch with {len(workers)} loader processes: use "
+            f"num_workers={len(workers)}, as in the run that wrote the checkpoint"
         )
     return [*workers, *[None] * (num_workers - len(workers))]
 

@@ -557,12 +557,16 @@ class Job:
 
     def _need_trainer(self) -> Trainer:
         if self._trainer is None:
-            raise TrainError("the job has not begun yet: this is known inside of `for epoch in job.epochs(k):`")
+            raise TrainError(
+                "the job has not begun yet: use this inside of `for epoch in job.epochs(k):` or `for step in job.steps(k):`"
+            )
         return self._trainer
 
     def _running(self) -> Trainer:
         if self._trainer is None or not self._inside_epochs:
-            raise TrainError("use the loader inside of `for epoch in job.epochs(k):`")
+            raise TrainError(
+                "the job is not training: use this inside of `for epoch in job.epochs(k):` or `for step in job.steps(k):`"
+            )
         return self._trainer
 
     def _request_workers(self, num_workers: int) -> None:

@@ -99,7 +99,14 @@ class JobState:
         layouts = state["layouts"] if "layouts" in state else [state["layout"]]
         missing = set(state["tracked"]) ^ set(self.tracked)
         if missing:
-            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
+            unknown, lacking = (
+                sorted(set(state["tracked"]) - set(self.tracked)),
+                sorted(set(self.tracked) - set(state["tracked"])),
+            )
+            raise TrainError(
+                f"the tracked objects differ: the state to load has {unknown} that this program does not track, and lacks "
+                f"{lacking}: call job.track and job.state as the program that wrote it did"
+            )
         if len(models) != len(self.models) or len(state["optimizers"]) != len(self.optimizers):
             raise TrainError(
                 f"a state of {len(models)} models and {len(state['optimizers'])} optimizers, but this program has "

@@ -266,7 +266,8 @@ class ViewRendezvous:
         if found and engine.rank != reference:
             refused = Refused(
                 f"{engine.view.workers[engine.rank]} would change bits under {self._level}: {'; '.join(found)}. "
-                "Use alike machines, or `--determinism D2`, which pins what differs"
+                "Make this machine like the others. Under D1, `--determinism D2` admits other processors and GPUs; D0 admits "
+                "every machine, but then a change of workers may change bits"
             )
             print(f"pliant: refused: {refused}", file=sys.stderr, flush=True)
             raise SystemExit(REFUSED_EXIT)

@@ -126,7 +126,8 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         if outcome is Outcome.NOTHING:
             return (
                 f"replica {replica} ended its turn of step {step} without a backward() whose gradients are summed: call it "
-                "on a loss of this turn, or step.skip() where a replica contributes nothing"
+                "on a loss of this turn, or step.skip() where a replica contributes nothing. A loader yields steps: write "
+                "`for step in loader:`, and `for x, y in step:` in it"
             )
     for rare, what in (
         (

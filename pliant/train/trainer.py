@@ -526,7 +526,7 @@ class Trainer:
 
     def running_turn(self, what: str) -> Turn:
         if self.turn is None:
-            raise TrainError(f"{what} belongs into the loop over the step: no replica has its turn here")
+            raise TrainError(f"{what} can only be used inside of `for ... in step:`, where a replica has its turn")
         return self.turn
 
     def skip_turn(self, what: str, outcome: Outcome) -> None:
