@@ -57,10 +57,9 @@ class ShardedEvaluation:
                 rows = self._gather(done)
                 found = {shard: (figures, state) for row in rows for shard, figures, state in json.loads(row)}
                 missing = [shard for shard in range(count) if shard not in found]
-                if not missing or trainer.is_taken_back:
+                if not missing:
                     break
-                rank, size = trainer.rank, trainer.size
-                shards = missing[rank::size]
+                shards = trainer.share_of(missing)
         finally:
             self.is_running = False
         trainer.end_shards({shard: RngState.from_bytes(base64.b64decode(found[shard][1])) for shard in found})
@@ -116,8 +115,8 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
         rows = trainer.together(ask, lambda: [done], "job.on_replicas")
         found = {replica: each for row in rows for replica, each in cast(dict[int, tuple[Any, bytes]], row).items()}
         missing = [replica for replica in range(count) if replica not in found]
-        if not missing or trainer.is_taken_back:
+        if not missing:
             break
-        replicas = missing[trainer.rank :: trainer.size]
+        replicas = trainer.share_of(missing)
     trainer.end_shards({replica: RngState.from_bytes(state) for replica, (_, state) in found.items()} if draws else {})
     return [found[replica][0] if replica in found else None for replica in range(count)]

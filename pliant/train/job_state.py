@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,9 +116,9 @@ class JobState:
         for model, saved in zip(self.models, models, strict=True):
             model.load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(copy.deepcopy(saved))  # the program must not change what is kept
         for name, saved in state["tracked"].items():
-            self.tracked[name].load_state_dict(saved)
+            self.tracked[name].load_state_dict(copy.deepcopy(saved))
         own = self._first_buffers
         found = [saved.to(each.device) for saved, each in zip(state["buffers"], own, strict=True)]
         self.use_first_buffers(found)

@@ -6,6 +6,7 @@ What all workers learn of a turn travels in a row of fixed size: what the replic
 from __future__ import annotations
 
 import gc
+import math
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,10 +238,13 @@ class Step:
         return self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
 
     def __getitem__(self, name: str) -> float:
-        """Return the mean of a logged figure over all replicas; the same on every worker."""
+        """Return the mean of a logged figure over all replicas; the same on every worker. In a step that is taken back,
+        which runs to its end without effect, it is not a number."""
         try:
             return self.means[name]
         except KeyError:
+            if self._trainer.is_taken_back:
+                return math.nan
             known = ", ".join(self.means) or "nothing (figures are known after the loop over the step)"
             raise TrainError(f"step[{name!r}]: the turns of this step have logged {known}") from None
 

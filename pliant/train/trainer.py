@@ -384,6 +384,7 @@ class Trainer:
                 self._deal_to_view()
             else:
                 self._note_draws()
+            self.state.forget_loaded()
             self._perform(self._handle(StepAsked()))
             if self.is_taken_back or self.phases.is_lost:
                 continue
@@ -919,11 +920,14 @@ class Trainer:
     # --- what all workers do together, outside of steps ---
 
     def together(self, ask: Callable[[Engine], T], alone: Callable[[], T], place: str) -> T:
-        """Return what `ask` returns; `place` says in an error where the program is. All workers call this at the same place of their program; if one is lost, the
-        others ask again in a new view, so that all get an answer. In a step that was taken back, or with a single
-        worker, return what `alone` does."""
+        """Return what `ask` returns; `place` says in an error where the program is. All workers call this at the same
+        place of their program; if one is lost, the others ask again in a new view, so that all get an answer. In a step
+        that was taken back, or with a single worker, return what `alone` does."""
         if self.turn is not None:
-            raise TrainError("the workers do this together, outside of the loop over a step: use step.log in a turn")
+            raise TrainError(
+                f"{place} in the turn of replica {self.turn.replica}: all workers must call it together, after the loop over "
+                "the step. To average a number over the replicas, use step.log in the turn"
+            )
         self.settle()
         answers: list[T] = []
 
@@ -935,6 +939,10 @@ class Trainer:
             return alone()  # the others do not take part: here the program runs without effect
         self._perform(self._handle(PassBegun(has_turns=False)), exchange, place)
         return answers[-1] if not self.is_taken_back else alone()
+
+    def share_of(self, shards: Sequence[int]) -> list[int]:
+        """Return which of these shards this worker takes: all, where the others do not take part."""
+        return list(shards if self._joins_late or self.is_taken_back else shards[self.rank :: self.size])
 
     @property
     def in_step(self) -> bool:
@@ -973,7 +981,9 @@ class Trainer:
         self.replicas.contexts = [
             each.with_random(states[replica]) if replica in states else each for replica, each in enumerate(contexts)
         ]
-        self._step_contexts = self.replicas.contexts if self._is_before_pass else self._step_contexts
+        if self._is_before_pass:
+            self._step_contexts = self.replicas.contexts
+            self._first_batch, self._dealt = None, -1  # a change of view may have loaded one meanwhile
         self._run_outer_code(loads=self._is_before_pass)
 
     def on_first(self, function: Callable[[], Any]) -> Any:
