@@ -50,6 +50,9 @@ class Shares:
     def end_shards(self, states: dict[int, RngState]) -> None:
         self.ended = states
 
+    def share_of(self, shards: Sequence[int]) -> list[int]:
+        return list(shards[self.rank :: self.size])
+
     def together(self, ask: Callable[[Engine], Any], alone: Callable[[], Any], place: str) -> Any:
         return self.answer(ask(self.engine) if self.size > 1 else alone())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,10 +97,13 @@ def test_means_are_added_in_the_order_of_replicas() -> None:
 
 
 def test_a_figure_that_was_not_logged_is_named_with_those_that_were() -> None:
-    step = Step(None, 3, 0, 3)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(is_taken_back=False)
+    step = Step(trainer, 3, 0, 3)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=r"step\['loss'\]: .* nothing \(figures are known after the loop"):
         step["loss"]
     step.means |= {"lose": 1.0, "seen": 2.0}
     assert step["seen"] == 2.0
     with pytest.raises(TrainError, match="have logged lose, seen"):
         step["loss"]
+    trainer.is_taken_back = True
+    assert math.isnan(step["loss"])
