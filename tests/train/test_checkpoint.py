@@ -268,7 +268,8 @@ def test_a_job_goes_on_from_a_checkpoint_of_version_0_1(capsys: pytest.CaptureFi
     numbers, expected, rate = train_after(None)
     found_numbers, found, found_rate = train_after(Path(__file__).parent / "job-0.1.safetensors")
     assert (numbers, found_numbers, rate) == (list(range(8)), [5, 6, 7], found_rate)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # Not to the bit: the file was written on another processor, perhaps with other threads.
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
     assert "at step 5" in capsys.readouterr().out
 
 
