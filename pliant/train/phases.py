@@ -40,7 +40,6 @@ class Phase(enum.Enum):
     TAKEN_BACK = "finishing a step that does not count"
     CHANGING = "changing the view"
     CATCHING_UP = "fetching the state"
-    LEAVING = "leaving"
     DONE = "done"
     FAILED = "failed"
 
@@ -102,7 +101,8 @@ class Report:
     has_sums: bool = False
     """Whether it also has the sums of the next pass."""
     in_step: bool = False
-    """Whether it is in the middle of a step, and so has a state with which no other worker can begin."""
+    """Whether it is in the middle of a step, and so has a state with which no other worker, and no resumed job, can
+    begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,6 @@ class StepTakenBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissed:
-    """This worker is no longer part of the job, or the job is over."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class ProgramEnded:
     """The program has left its last epoch."""
 
@@ -159,7 +152,6 @@ Event = (
     | StateMade
     | StateFetched
     | StepTakenBack
-    | Dismissed
     | ProgramEnded
 )
 
@@ -204,13 +196,6 @@ class RunProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """End this worker in good order."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Fail:
     """Raise an error."""
 
@@ -219,7 +204,7 @@ class Fail:
     """Whether every worker fails alike; else this one can be replaced."""
 
 
-Action = TakeTurn | Exchange | Confirm | EnterView | FetchState | RunProgram | Leave | Fail
+Action = TakeTurn | Exchange | Confirm | EnterView | FetchState | RunProgram | Fail
 
 
 def ranks_behind(reports: Sequence[Report]) -> list[int]:
@@ -275,9 +260,6 @@ class PhaseMachine:
             case StateMade(passes):
                 self.passes = passes
                 return RunProgram()
-            case Dismissed(why):
-                self.phase = Phase.LEAVING
-                return Leave(why)
             case ChangeAgreed(view):
                 self.view_agreed = view
                 return RunProgram()

@@ -49,7 +49,6 @@ from pliant.train.phases import (
     Exchange,
     Fail,
     FetchState,
-    Leave,
     PassBegun,
     PeerLost,
     Phase,
@@ -350,8 +349,6 @@ class Trainer:
                         action = self._lost(error)
                 case Fail(why, is_shared):
                     raise (TrainError if is_shared else MustBeReplaced)(why)
-                case Leave(why):
-                    raise Left(why)
                 case FetchState():
                     raise AssertionError("a state is fetched where a view is entered")
 

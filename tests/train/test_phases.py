@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pliant.cluster import Membership, View, Worker
 from pliant.elastic.membership import (
     AddWorker,
+    ClearView,
     ElasticState,
     FinishNotice,
     LeaveNotice,
@@ -30,12 +31,10 @@ from pliant.train.phases import (
     AllConfirmed,
     ChangeAgreed,
     Confirm,
-    Dismissed,
     EnterView,
     Exchange,
     Fail,
     FetchState,
-    Leave,
     PassBegun,
     PeerLost,
     Phase,
@@ -130,7 +129,6 @@ def test_a_planned_change_waits_for_the_next_step_and_a_loss_cancels_it() -> Non
     assert machine.handle(ViewEntered((machine.report,), 1)) == RunProgram()
     after_turns(machine, hosted=1).handle(ChangeAgreed(6))
     assert machine.handle(PeerLost("")) == EnterView()
-    assert machine.handle(Dismissed("no longer a member")) == Leave("no longer a member")
 
 
 @pytest.mark.parametrize(
@@ -280,6 +278,10 @@ class Walk:
         self.dead: list[Worker] = []
         """Those whose loss the server has yet to hear of."""
         self.done: list[Walker] = []
+        self.ended: list[Walker] = []
+        """Those that have left a job that was told to end."""
+        self.at_end: dict[int, set[Worker]] = {}
+        """Who has come to the end that was agreed on, in each view."""
         self.failures: list[str] = []
         self.early: set[Worker] = set()
         """Members from before the server knew that anybody has the state: they may have to be replaced."""
@@ -302,7 +304,7 @@ class Walk:
         return worker
 
     def tell_server(
-        self, request: PutView | AddWorker | ReadyNotice | SettledNotice | LossNotice | LeaveNotice
+        self, request: PutView | AddWorker | ReadyNotice | SettledNotice | LossNotice | LeaveNotice | ClearView
     ) -> None:
         if not self.server.settled:
             self.early.update(self.server.after(request).membership.members)
@@ -329,6 +331,10 @@ class Walk:
         wanted = [each for each in self.living if each.worker in self.server.wanted.workers]
         if len(wanted) > 1 and not self.latest.over:
             self.tell_server(LeaveNotice(self.chance.choice(wanted).worker))
+
+    def clear(self) -> None:
+        if not self.latest.over:
+            self.tell_server(ClearView())
 
     def end(self, walker: Walker) -> None:
         """A worker dies, or ends with an error."""
@@ -474,7 +480,7 @@ class Walk:
     def enter(self, walker: Walker, planned: int | None) -> None:
         latest = self.latest
         if latest.over:
-            self.leave_job(walker, "the job is over")
+            self.end_job(walker, planned)
             return
         if walker.entering < 0:
             is_planned = planned is not None and planned == latest.number  # else another has come meanwhile
@@ -505,10 +511,23 @@ class Walk:
             self.failures.append("put off with the state")
             self.end(walker)
         elif walker.machine.passes >= 0 or not is_wanted:
-            self.leave_job(walker, "not a member")
+            self.leave_job(walker)
 
-    def leave_job(self, walker: Walker, why: str) -> None:
-        assert walker.machine.handle(Dismissed(why)) == Leave(why)
+    def end_job(self, walker: Walker, planned: int | None) -> None:
+        """Leave a job that is over: where all have agreed on it, when all are there."""
+        if self.server.wanted.cleared and walker.machine.passes >= 0:
+            if planned == self.latest.number:
+                there = self.at_end.setdefault(walker.view, set())
+                there.add(walker.worker)
+                if not there.issuperset(walker.members) and not (self.chance.random() < 0.3 and self.is_broken(walker)):
+                    return
+            if not walker.machine.report.in_step:  # else no checkpoint is written
+                assert walker.machine.passes in self.boundaries, "a checkpoint of the middle of a step"
+                assert walker.state == list(range(walker.machine.passes)), "a checkpoint of another moment"
+                self.ended.append(walker)
+        self.leave_job(walker)
+
+    def leave_job(self, walker: Walker) -> None:
         self.living.remove(walker)
         is_put_off = self.latest.urgent > walker.view
         if walker.machine.passes >= 0 and walker.worker in self.server.wanted.workers and not is_put_off:
@@ -555,7 +574,7 @@ def walk(seed: int, size: int, program: Program, changes: Sequence[str], **optio
     made.run(changes)
     for walker in made.done:
         assert walker.state == list(range(len(made.program)))
-    assert made.done or made.failures, "nobody has come to the end"
+    assert made.done or made.failures or "clear" in changes, "nobody has come to the end"
     return made
 
 
@@ -573,6 +592,20 @@ def test_steps_that_are_taken_back_are_done_again_by_all_or_fetched(
     seed: int, size: int, program: Program, changes: list[str], replicas: int
 ) -> None:
     walk(seed, size, program, changes, replicas=replicas, defers=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=SEEDS, size=SIZES, program=PROGRAMS, defers=st.booleans(), changes=CHANGES)
+def test_a_job_that_is_told_to_end_ends_between_steps(
+    seed: int, size: int, program: Program, defers: bool, changes: list[str]
+) -> None:
+    """Without other changes all workers end at the same step, with a state of which a checkpoint can be written."""
+    program = [[True]] * 3 if defers else program
+    walk(seed, size, program, ["clear", *changes], defers=defers)
+    made = walk(seed, size, program, ["clear"], defers=defers)
+    if not made.done and any(walker.machine.passes > 0 for walker in made.ended):
+        assert len(made.ended) == size
+        assert len({walker.machine.passes for walker in made.ended}) == 1
 
 
 # --- negative controls: the walks notice what is missing ---
@@ -618,3 +651,9 @@ def test_the_walks_notice_workers_that_begin_in_the_middle_of_a_step(monkeypatch
     assert not is_caught(program, STORM, defers=True)
     monkeypatch.setattr(ElasticState, "_without_newcomers", lambda self, proposed, urgent: proposed)
     assert is_caught([[True, True]] * 4, STORM)
+
+
+def test_the_walks_notice_a_job_that_ends_in_the_middle_of_a_step() -> None:
+    program = [[True, False, True]] * 3
+    assert is_caught(program, ["clear", "kill"], make=WithoutBoundaries)
+    assert not is_caught(program, ["clear", "kill"])
