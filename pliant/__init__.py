@@ -14,8 +14,10 @@ if TYPE_CHECKING:
         SetLearningRate,
         SetTopology,
     )
-    from pliant.train.job import Job, Left, join
+    from pliant.train.job import Job
+    from pliant.train.joining import join
     from pliant.train.optim import AdaptiveSGD, PairAveraging, SynchronousAveraging
+    from pliant.train.rendezvous import Left
 
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -36,7 +38,9 @@ __all__ = [
     "join",
 ]
 _OWNERS = {
-    **dict.fromkeys(("Job", "Left", "join"), "pliant.train.job"),
+    "Job": "pliant.train.job",
+    "Left": "pliant.train.rendezvous",
+    "join": "pliant.train.joining",
     **dict.fromkeys(("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"), "pliant.train.optim"),
 }
 """The modules of the names above that are not in `pliant.adapt`."""

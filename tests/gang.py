@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     # The first optimizer of a process imports torch._dynamo, which takes longer than any test's training.
-    ["pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "pliant.elastic.server", "pliant.train.job"]
+    ["pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "pliant.elastic.server", "pliant.train.joining"]
 )
 
 

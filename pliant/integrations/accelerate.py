@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import pliant
 from pliant.errors import ConfigError
 from pliant.integrations.rank_loader import Order, RankLoader, drawn_order, seeded_order
-from pliant.train.job import Loader
+from pliant.train.job_data import Loader
 from pliant.train.sampling import LoaderOptions
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from pliant.files import write_atomic
 
 log = logging.getLogger(__name__)
 
-WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
+WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.joining")
 """Modules that each worker would spend seconds to import. Those that are not installed are left out.
 
 The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.

@@ -25,7 +25,7 @@ from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read
 from pliant.train.context import DataPosition, ReplicaContext, RngState
 
 if TYPE_CHECKING:
-    from pliant.train.events import Progress
+    from pliant.train.events import Progress, StepCommitted
     from pliant.train.job_state import JobState
 
 
@@ -161,9 +161,18 @@ class Checkpointing:
         self._directory, self._every = directory, every
         """The job's own directory, empty if it has none; and the number of steps between checkpoints, 0 for never."""
         self._writer: CheckpointWriter | None = None
+        self.asked_path: str | None = None
+        """The checkpoint to write with the step in progress; empty for the job's own directory."""
 
-    def is_due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
+    def end_step(self, event: StepCommitted, wait_for_sums: Callable[[], bool]) -> None:
+        """Write a checkpoint of the committed step, if one is due or asked for. The first worker does so.
+
+        `wait_for_sums` returns False if the step is taken back instead; it is written when it is repeated.
+        """
+        path, self.asked_path = self.asked_path, None
+        is_due = self._every > 0 and event.step % self._every == 0
+        if (is_due or path is not None) and event.rank == 0 and wait_for_sums():
+            self.write(path or "")
 
     def write_last(self) -> None:
         """Keep the last state: the job is told to end, or its last worker must leave."""

@@ -1,8 +1,9 @@
-"""An evaluation whose result does not depend on the workers: N fixed shards, dealt over the workers that there are.
+"""Figures of the whole job, outside of turns: evaluations, functions of each replica, sums over all workers.
 
-Each shard runs with the random state of the replica of the same number, as it would on that DDP rank. Its figures are
-added in the order of its batches, and the figures of all shards in the order of shards. If a worker is lost, the shards
-that only it had evaluated are dealt to the others.
+The result of an evaluation does not depend on the workers: N fixed shards are dealt over the workers that there are. Each
+shard runs with the random state of the replica of the same number, as it would on that DDP rank. Its figures are added in
+the order of its batches, and the figures of all shards in the order of shards. If a worker is lost, the shards that only it
+had evaluated are dealt to the others.
 """
 
 from __future__ import annotations
@@ -16,29 +17,40 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from pliant.comm.engine import Engine
-from pliant.errors import TrainError
+from pliant.errors import ConfigError, TrainError
 from pliant.train.context import RngState
 from pliant.train.rendezvous import spread_state
 from pliant.train.trainer import Trainer
 
 Figures = dict[str, Any]
+NO_EVALUATION = (
+    "job.total adds the figures of a batch, in the body of `for batch in job.evaluate(...):`, where a worker that is lost can be "
+    "replaced; for other sums use job.all_reduce"
+)
 
 
 class ShardedEvaluation:
     """One evaluation of a dataset: an iterator over batches, and the totals afterwards."""
 
     def __init__(self, trainer: Trainer, dataset: Any, options: dict[str, Any]) -> None:
+        """`options` are those of torch's DataLoader."""
+        refused = {"shuffle", "sampler", "batch_sampler"} & set(options)
+        if refused:
+            raise ConfigError(f"job.evaluate({', '.join(sorted(refused))}=...): the shards of an evaluation are fixed")
         self._trainer, self._dataset, self._options = trainer, dataset, options
         self._figures: Figures = {}
         """The figures of the shard in progress."""
         self.is_running = False
         self.totals: dict[str, float] = {}
 
-    def add(self, figures: Figures) -> None:
-        """Add figures of the present batch to those of its shard."""
+    def total(self, figures: Figures) -> dict[str, float]:
+        """Add figures of the present batch to those of its shard; return the totals, which are known after the loop."""
+        if figures and not self.is_running:
+            raise TrainError(NO_EVALUATION)
         for name, value in figures.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._figures[name] = self._figures[name] + value if name in self._figures else value
+        return self.totals
 
     def __iter__(self) -> Iterator[Any]:
         trainer, count = self._trainer, self._trainer.replicas.count
@@ -120,3 +132,28 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
         replicas = trainer.share_of(missing)
     trainer.end_shards({replica: RngState.from_bytes(state) for replica, (_, state) in found.items()} if draws else {})
     return [found[replica][0] if replica in found else None for replica in range(count)]
+
+
+def all_reduce(trainer: Trainer, value: Any, op: str) -> Any:
+    """Return the sum of a number or tensor over all workers; or with another `op` the "mean", "max" or "min"."""
+    if op not in ("sum", "max", "min", "mean"):
+        raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
+    own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+    def ask(engine: Engine) -> torch.Tensor:
+        host = own.to("cpu", copy=True).contiguous()
+        engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, determinism="exact").wait()
+        return host / engine.size if op == "mean" else host
+
+    found = trainer.together(ask, lambda: own.clone(), "job.all_reduce")
+    return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
+
+
+def gather(trainer: Trainer, value: Any) -> list[Any]:
+    """Return what each worker has given, in the order of ranks."""
+    try:
+        data = json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them") from error
+    rows = trainer.together(lambda engine: engine.all_gather_bytes("outer", data), lambda: [data], "job.gather")
+    return [json.loads(row) for row in rows]

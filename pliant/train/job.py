@@ -1,4 +1,4 @@
-"""`pliant.join()` and the `Job` that a training program works with.
+"""The `Job` that a training program works with.
 
     job = pliant.join(replicas=4)
     model, optimizer = job.wrap(model, optimizer)
@@ -18,165 +18,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pliant.adapt import Observation, Policy
+from pliant.adapt import Observation
+from pliant.cluster import View
 from pliant.elastic.member import open_member
-from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
-from pliant.identity import WorkerSpec, report_joined, worker_spec
-from pliant.process_title import program_name, show_as
+from pliant.errors import CheckpointError, CommError, ConfigError, TrainError
+from pliant.identity import WorkerSpec
 from pliant.train import determinism, obstacles, trace
-from pliant.train.adaptation import adaptation_settings
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
 from pliant.train.checking import StepDigests
 from pliant.train.context import restore_rng, seeded_rng
-from pliant.train.evaluation import ShardedEvaluation, run_on_replicas
+from pliant.train.evaluation import NO_EVALUATION, ShardedEvaluation, all_reduce, gather, run_on_replicas
 from pliant.train.events import Listeners, StepCommitted, ViewChange
-from pliant.train.feeder import Feeder, NumberFeeder, ReplicaLoader
+from pliant.train.feeder import Feeder, NumberFeeder
 from pliant.train.gradient_probe import GradientProbe
-from pliant.train.guard import EVERY
+from pliant.train.job_control import WorkerRequests, announce
+from pliant.train.job_data import Loader, make_feeder
 from pliant.train.optim import find_averaging
-from pliant.train.rendezvous import Left
-from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
-from pliant.train.sampling import LoaderOptions, loader_options, num_steps
+from pliant.train.replicas import Replicas, ReplicaSwitch
+from pliant.train.sampling import LoaderOptions, loader_options
 from pliant.train.step import Step, Steps
-from pliant.train.stream_loader import StreamLoader
-from pliant.train.sync import SyncStats, check_sync_options
+from pliant.train.sync import SyncStats
 from pliant.train.trainer import Trainer
 from pliant.train.wrapping import StateNamespace, check_epoch, check_optimizers, trainable_parameters
-from pliant.uncaught import report_uncaught
 
-__all__ = ["Job", "Left", "Loader", "Step", "StepCommitted", "ViewChange", "join"]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _STATE = "job.state"
 """The name under which the program's own state is tracked."""
-
-
-def join(
-    replicas: int | None = None,
-    *,
-    determinism: str | None = None,
-    sync: str = "fifo",
-    slice_bytes: int | None = None,
-    in_flight_bytes: int | None = None,
-    blocks: Blocks | None = None,
-    seed: int | None = None,
-    policies: Sequence[Policy] = (),
-    monitor: Mapping[str, int] | None = None,
-    record: str = "",
-    replay: str = "",
-    verify: int | None = None,
-) -> Job:
-    """Join the job that this process was started for. Without a launcher, start a job with this worker alone.
-
-    Args:
-        replicas: N, the number of data-parallel ranks of the training; fixed for the life of the job. If None, there is
-            one replica per worker, and N follows the number of workers (weak scaling), so the result depends on them.
-        determinism: "D0" (equal bits as long as the workers stay the same), "D1" (equal bits on any workers of one
-            kind; the default) or "D2" (also on machines of different kinds, at a price).
-        sync: how sums travel; it never changes a bit. "fifo": in the order in which backward makes them, and the
-            optimizer waits for all. "priority": what the next forward needs first goes first, and each parameter is
-            updated when its sum arrives, while the forward already runs. "auto": priority if the network is slow enough
-            for it to help. ("slicing" and "baseline" exist for comparison.)
-        slice_bytes: the largest slice of a gradient with priority. If None, it is tuned while running.
-        in_flight_bytes: how much may be in the network at once. If None, it is tuned while running.
-        blocks: a function from the number of workers to the number of replicas on each; even blocks by default.
-        seed: seed all random generators of replica r with seed + r after the model was built. If None, all replicas
-            start with the random state of the program, as in a DDP script with one seed.
-        policies: policies that adapt the job while it runs, after those of `pliant run --policy`.
-        monitor: what to measure, and every how many steps: {"noise_scale": 1, "variance": 8}. Policies add what they
-            need.
-        record: a file to append the facts of the run to. Its decisions can be replayed.
-        replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
-        verify: compare the states of all workers every so many steps, and in the first step after each change of
-            workers; 0: never. 100 by default. `pliant run --verify` overrides it.
-    """
-    job: Job | None = None
-    try:
-        spec = worker_spec()
-        started_as = spec.view.rank_of(spec.worker)
-        report_joined(spec)
-        report_uncaught(lambda: job.rank if job is not None else started_as)
-        show_as(program_name(), started_as)
-    except NotLaunched:
-        spec = None
-    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
-        raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
-    if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int) or verify < 0):
-        raise ConfigError(f"verify={verify!r}: use a number of steps, or 0 for never")
-    if spec is not None and spec.verify is not None:
-        verify = spec.verify
-    level = _level(determinism, spec)
-    check_sync_options(sync, slice_bytes, in_flight_bytes)
-    settings = JobSettings(
-        replicas,
-        level,
-        blocks,
-        seed,
-        sync,
-        slice_bytes,
-        in_flight_bytes,
-        adaptation_settings(spec, policies, monitor or {}, record, replay),
-        EVERY if verify is None else verify,
-    )
-    job = Job(spec, settings)
-    if spec is not None:
-        shown = [started_as]
-
-        def show_rank(event: StepCommitted) -> None:
-            if event.rank != shown[0]:
-                shown[0] = event.rank
-                show_as(program_name(), event.rank)
-
-        job.on_commit(show_rank)
-    return job
-
-
-def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
-    given = spec.determinism if spec is not None else ""
-    if asked and given and asked.upper() != given.upper():
-        raise ConfigError(f"determinism={asked!r} in the program, but --determinism {given}: give one of them")
-    return determinism.level_of(asked or given or "D1")
-
-
-class Loader:
-    """The data loader of a job: yields its steps. Iterate over it inside of `job.epochs`, and over each step inside of
-    that."""
-
-    def __init__(self, job: Job, feeder: Feeder, replicas: Replicas) -> None:
-        self._job, self._feeder, self._replicas = job, feeder, replicas
-
-    def __iter__(self) -> Iterator[Step]:
-        return Steps(self._job._running().steps())
-
-    def __len__(self) -> int:
-        """Return the number of steps in an epoch, at the present batch size.
-
-        Raises:
-            TypeError: it is not known, because the sampler or the iterable dataset has no `__len__`.
-        """
-        replicas = self._replicas
-        if not replicas.loading.is_dealt and replicas.steps is None:
-            what = "IterableDataset" if replicas.loading.stream else "sampler"
-            raise TypeError(f"len(loader): the number of steps is not known, because the {what} has no __len__")
-        return replicas.num_batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of samples of this epoch. Call it before the loop over the loader.
-
-        Samples that are dealt as by DistributedSampler use the order of the job's epoch by default. Samplers and datasets
-        of the replicas' own get the call where they have a `set_epoch`.
-        """
-        self._feeder.set_epoch(epoch)
 
 
 class Job:
@@ -186,21 +60,22 @@ class Job:
         self._spec, self._settings = spec, settings
         self._stack = contextlib.ExitStack()
         self._member = self._stack.enter_context(open_member(spec))
-        self._listeners = Listeners(commit=[self._committed], view=[self._announce])
+        self._requests = WorkerRequests(
+            self._member,
+            dict(spec.resize_schedule) if spec is not None else {},
+            lambda: self._parts is not None and self._parts.rendezvous.has_state,
+            self._notify,
+        )
+        self._listeners = Listeners(commit=[self._requests.follow_schedule, self._checkpoint], view=[self._announce])
         self._declared = Declared(load_path=spec.resume if spec is not None else "")
         self._parts: Assembled | None = None
         """The parts of the job, once it runs."""
         self._evaluation: ShardedEvaluation | None = None
-        self._asked_path: str | None = None
-        """The checkpoint to write with the step in progress; empty for the job's own directory."""
-        self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
-        self._notified = False
         determinism.pin(settings.level, torch.device("cpu"))
         atexit.register(self.close)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if spec is not None and spec.elastic and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._leave)
+        if spec is not None and spec.elastic:
+            self._requests.leave_on_sigterm()
 
     @property
     def _trainer(self) -> Trainer | None:
@@ -213,23 +88,26 @@ class Job:
         """N, the number of replicas."""
         if self._declared.data is not None:
             return self._declared.data[1].count
-        return self._settings.replicas or max(1, self._spec.view.size if self._spec else 1)
+        return self._settings.replicas or self.size
+
+    @property
+    def _view(self) -> View | None:
+        """The present view; before the job runs, the one that this worker was started for."""
+        engine = self._trainer.engine if self._trainer is not None else None
+        if engine is not None:
+            return engine.view
+        return self._spec.view if self._spec is not None else None
 
     @property
     def rank(self) -> int:
         """This worker's rank in the present view."""
-        if self._trainer is not None and self._trainer.engine is not None:
-            return self._trainer.rank
-        if self._spec is not None and self._spec.worker in self._spec.view.workers:
-            return self._spec.view.rank_of(self._spec.worker)
-        return 0
+        view, me = self._view, self._member.me
+        return view.rank_of(me) if view is not None and me in view.workers else 0
 
     @property
     def size(self) -> int:
         """The number of workers now."""
-        if self._trainer is not None and self._trainer.engine is not None:
-            return self._trainer.size
-        return max(1, self._spec.view.size) if self._spec is not None else 1
+        return max(1, self._view.size) if self._view is not None else 1
 
     @property
     def is_first(self) -> bool:
@@ -419,15 +297,9 @@ class Job:
                 "replicas=None deals the samples anew when the number of workers changes, but a sampler or stream of each "
                 "replica's own cannot be dealt: use pliant.join(replicas=N)"
             )
-        feeder: Feeder
-        if options.is_dealt:
-            replicas = Replicas(self.replicas, len(dataset), options)
-        else:
-            replicas = Replicas(self.replicas, 0, options, num_steps(dataset, options))
-        if options.stream:
-            feeder = StreamLoader(dataset, options, repeats=self._member.elastic, notify=self._notify)
-        else:
-            feeder = ReplicaLoader(dataset, options, replicas.count)
+        feeder, replicas = make_feeder(
+            dataset, options, self.replicas, repeats=self._member.elastic, notify=self._notify
+        )
         return self.use_feeder(feeder, replicas)
 
     def use_feeder(self, feeder: Feeder, replicas: Replicas) -> Loader:
@@ -436,7 +308,7 @@ class Job:
         check_epoch(replicas)
         self._declared.data = feeder, replicas
         self._stack.callback(feeder.close)
-        return Loader(self, feeder, replicas)
+        return Loader(feeder, replicas, self._running)
 
     def track(self, name: str, thing: Any) -> Any:
         """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state: new
@@ -508,7 +380,7 @@ class Job:
     def _join(self) -> Trainer:
         if self._parts is None:
             services = JobServices(
-                self._listeners, self._stack, self._request_workers, self._notify, self._notify_first
+                self._listeners, self._stack, self._requests.request_workers, self._notify, self._notify_first
             )
             self._parts = assemble(self._member, self._spec, self._settings, self._declared, services)
             if self._spec is not None and self._spec.check is not None:
@@ -569,45 +441,13 @@ class Job:
             )
         return self._trainer
 
-    def _request_workers(self, num_workers: int) -> None:
-        """Request a number of workers in the background."""
-
-        def request() -> None:
-            try:
-                self._member.resize(num_workers)
-            except PliantError as error:
-                self._notify(f"{num_workers} workers cannot be had: {error}")
-
-        threading.Thread(target=request, daemon=True).start()
-
-    def _committed(self, event: StepCommitted) -> None:
-        """Run what follows a committed step: scheduled resizes, checkpoints."""
+    def _checkpoint(self, event: StepCommitted) -> None:
+        """Write a checkpoint of the committed step, if one is due or asked for."""
         assert self._parts is not None, "the job runs"
-        trainer, checkpointing = self._parts.trainer, self._parts.checkpointing
-        size = self._schedule.get(event.step)
-        if size is not None and event.rank == 0:
-            self._request_workers(size)
-        path, self._asked_path = self._asked_path, None
-        is_wanted = path is not None or checkpointing.is_due(event.step)
-        if is_wanted and event.rank == 0 and trainer.wait_for_sums():  # else the step is written when it is repeated
-            checkpointing.write(path or "")
+        self._parts.checkpointing.end_step(event, self._parts.trainer.wait_for_sums)
 
     def _announce(self, change: ViewChange) -> None:
-        """Print and record the change. The first of the workers that were there before does so."""
-        trainer = self._need_trainer()
-        if trainer.announces:
-            what = f"recovered at step {change.step}:" if change.lost else "resize"
-            again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
-            self._notify(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
-            trainer.adaptation.record(
-                "view",
-                change.step,
-                old=change.old_size,
-                new=change.new_size,
-                pause_s=change.pause_s,
-                lost=change.lost,
-                repeated=change.repeated,
-            )
+        announce(change, self._need_trainer(), self._notify)
 
     # --- evaluation and metrics ---
 
@@ -618,57 +458,28 @@ class Job:
         the loop. They are the same bits on any number of workers, also if one is lost meanwhile. `loading` are options
         of torch's DataLoader, such as num_workers and collate_fn.
         """
-        refused = {"shuffle", "sampler", "batch_sampler"} & set(loading)
-        if refused:
-            raise ConfigError(f"job.evaluate({', '.join(sorted(refused))}=...): the shards of an evaluation are fixed")
-        evaluation = ShardedEvaluation(self._running(), dataset, {"batch_size": batch_size, **loading})
-        self._evaluation = evaluation
-        return iter(evaluation)
+        self._evaluation = ShardedEvaluation(self._running(), dataset, {"batch_size": batch_size, **loading})
+        return iter(self._evaluation)
 
     def total(self, **figures: Any) -> dict[str, float]:
         """Add figures of a batch, in the loop over `job.evaluate`; after the loop, without arguments, return the totals."""
-        evaluation = self._evaluation
-        if evaluation is None or (figures and not evaluation.is_running):
-            raise TrainError(
-                "job.total adds the figures of a batch, in the body of `for batch in job.evaluate(...):`, where a worker that "
-                "is lost can be replaced; for other sums use job.all_reduce"
-            )
-        evaluation.add(figures)
-        return evaluation.totals
+        if self._evaluation is None:
+            raise TrainError(NO_EVALUATION)
+        return self._evaluation.total(figures)
 
     def all_reduce(self, value: Any, op: str = "sum") -> Any:
         """Return the sum (or op="max", "min", "mean") of a number or tensor over all workers, the same on each of them.
 
         All workers call it, outside of turns. The result depends on the number of workers where their values do.
         """
-        trainer = self._running()
-        if op not in ("sum", "max", "min", "mean"):
-            raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
-        own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
-
-        def ask(engine: Any) -> torch.Tensor:
-            host = own.to("cpu", copy=True).contiguous()
-            engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, determinism="exact").wait()
-            return host / engine.size if op == "mean" else host
-
-        found = trainer.together(ask, lambda: own.clone(), "job.all_reduce")
-        return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
+        return all_reduce(self._running(), value, op)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what each worker has given, in the order of ranks: numbers, strings, lists and dicts of them.
 
         All workers call it, outside of turns.
         """
-        try:
-            data = json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them"
-            ) from error
-        rows = self._running().together(
-            lambda engine: engine.all_gather_bytes("outer", data.encode()), lambda: [data.encode()], "job.gather"
-        )
-        return [json.loads(row) for row in rows]
+        return gather(self._running(), value)
 
     def on_first(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the first worker only, and return its result on every worker.
@@ -701,7 +512,7 @@ class Job:
         trainer = self._need_trainer()
         assert self._parts is not None, "the trainer is a part"
         if trainer.in_step:
-            self._asked_path = path
+            self._parts.checkpointing.asked_path = path
         elif self.is_first and trainer.wait_for_sums():
             self._parts.checkpointing.write(path)
 
@@ -712,7 +523,7 @@ class Job:
             raise CheckpointError(f"{path}: there is no such checkpoint")
         self._declared.load_path = path
 
-    # --- messages and signals ---
+    # --- messages ---
 
     def _notify_first(self, text: str) -> None:
         if self.rank == 0:
@@ -720,13 +531,3 @@ class Job:
 
     def _notify(self, text: str) -> None:
         print(text, flush=True)
-
-    def _leave(self, signum: int, frame: object) -> None:
-        """Leave the job at the next step's boundary: SIGTERM is the notice that this machine will be taken away.
-
-        Exit at once if the job has not begun, or if it is being left already.
-        """
-        if self._parts is None or not self._parts.rendezvous.has_state or self._notified:
-            sys.exit(0)
-        self._notified = True
-        self._member.leave()

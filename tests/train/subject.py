@@ -25,7 +25,7 @@ from programs import Program, build, digest, loading_of, may_have_children, one_
 import pliant
 from pliant.train import checkpoint_file, trace
 from pliant.train.deferred import DeferredUpdates
-from pliant.train.job import StepCommitted, ViewChange
+from pliant.train.events import StepCommitted, ViewChange
 from pliant.train.pending import PendingSum
 from pliant.train.rendezvous import ViewRendezvous
 from pliant.train.trainer import Trainer

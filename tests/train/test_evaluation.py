@@ -61,7 +61,7 @@ def evaluate(shares: Shares, data: torch.Tensor = DATA) -> dict[str, float]:
     evaluation = ShardedEvaluation(shares, data, {"batch_size": 2})  # type: ignore[arg-type]
     for batch in evaluation:
         assert evaluation.is_running
-        evaluation.add({"total": batch.sum(), "seen": len(batch)})
+        evaluation.total({"total": batch.sum(), "seen": len(batch)})
     assert not evaluation.is_running
     return evaluation.totals
 
@@ -130,7 +130,7 @@ def test_shards_without_samples_and_wrong_figures() -> None:
         assert evaluate(Shares(engine), DATA[:2])["seen"] == 2.0
         evaluation = ShardedEvaluation(Shares(engine), DATA, {"batch_size": 5})  # type: ignore[arg-type]
         batches = iter(evaluation)
-        evaluation.add({"scores": next(batches)})
+        evaluation.total({"scores": next(batches)})
         with pytest.raises(TrainError, match=r"job\.total\(scores=.*a number, or a tensor with one element"):
             next(batches)
         assert not evaluation.is_running

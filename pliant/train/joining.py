@@ -1,0 +1,106 @@
+"""`pliant.join()`: the way from a started process to its `Job`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pliant.adapt import Policy
+from pliant.errors import ConfigError, NotLaunched
+from pliant.identity import WorkerSpec, report_joined, worker_spec
+from pliant.process_title import program_name, show_as
+from pliant.train.adaptation import adaptation_settings
+from pliant.train.assembly import JobSettings
+from pliant.train.determinism import Level, level_of
+from pliant.train.events import StepCommitted
+from pliant.train.guard import EVERY
+from pliant.train.job import Job
+from pliant.train.replicas import Blocks
+from pliant.train.sync import check_sync_options
+from pliant.uncaught import report_uncaught
+
+
+def join(
+    replicas: int | None = None,
+    *,
+    determinism: str | None = None,
+    sync: str = "fifo",
+    slice_bytes: int | None = None,
+    in_flight_bytes: int | None = None,
+    blocks: Blocks | None = None,
+    seed: int | None = None,
+    policies: Sequence[Policy] = (),
+    monitor: Mapping[str, int] | None = None,
+    record: str = "",
+    replay: str = "",
+    verify: int | None = None,
+) -> Job:
+    """Join the job that this process was started for. Without a launcher, start a job with this worker alone.
+
+    Args:
+        replicas: N, the number of data-parallel ranks of the training; fixed for the life of the job. If None, there is
+            one replica per worker, and N follows the number of workers (weak scaling), so the result depends on them.
+        determinism: "D0" (equal bits as long as the workers stay the same), "D1" (equal bits on any workers of one
+            kind; the default) or "D2" (also on machines of different kinds, at a price).
+        sync: how sums travel; it never changes a bit. "fifo": in the order in which backward makes them, and the
+            optimizer waits for all. "priority": what the next forward needs first goes first, and each parameter is
+            updated when its sum arrives, while the forward already runs. "auto": priority if the network is slow enough
+            for it to help. ("slicing" and "baseline" exist for comparison.)
+        slice_bytes: the largest slice of a gradient with priority. If None, it is tuned while running.
+        in_flight_bytes: how much may be in the network at once. If None, it is tuned while running.
+        blocks: a function from the number of workers to the number of replicas on each; even blocks by default.
+        seed: seed all random generators of replica r with seed + r after the model was built. If None, all replicas
+            start with the random state of the program, as in a DDP script with one seed.
+        policies: policies that adapt the job while it runs, after those of `pliant run --policy`.
+        monitor: what to measure, and every how many steps: {"noise_scale": 1, "variance": 8}. Policies add what they
+            need.
+        record: a file to append the facts of the run to. Its decisions can be replayed.
+        replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
+        verify: compare the states of all workers every so many steps, and in the first step after each change of
+            workers; 0: never. 100 by default. `pliant run --verify` overrides it.
+    """
+    job: Job | None = None
+    try:
+        spec = worker_spec()
+        started_as = spec.view.rank_of(spec.worker)
+        report_joined(spec)
+        report_uncaught(lambda: job.rank if job is not None else started_as)
+        show_as(program_name(), started_as)
+    except NotLaunched:
+        spec = None
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+        raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
+    if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int) or verify < 0):
+        raise ConfigError(f"verify={verify!r}: use a number of steps, or 0 for never")
+    if spec is not None and spec.verify is not None:
+        verify = spec.verify
+    level = _level(determinism, spec)
+    check_sync_options(sync, slice_bytes, in_flight_bytes)
+    settings = JobSettings(
+        replicas,
+        level,
+        blocks,
+        seed,
+        sync,
+        slice_bytes,
+        in_flight_bytes,
+        adaptation_settings(spec, policies, monitor or {}, record, replay),
+        EVERY if verify is None else verify,
+    )
+    job = Job(spec, settings)
+    if spec is not None:
+        shown = [started_as]
+
+        def show_rank(event: StepCommitted) -> None:
+            if event.rank != shown[0]:
+                shown[0] = event.rank
+                show_as(program_name(), event.rank)
+
+        job.on_commit(show_rank)
+    return job
+
+
+def _level(asked: str | None, spec: WorkerSpec | None) -> Level:
+    given = spec.determinism if spec is not None else ""
+    if asked and given and asked.upper() != given.upper():
+        raise ConfigError(f"determinism={asked!r} in the program, but --determinism {given}: give one of them")
+    return level_of(asked or given or "D1")
