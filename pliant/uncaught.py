@@ -15,6 +15,7 @@ from pliant.errors import (
     LOST_PEER_EXIT,
     PROGRAM_EXIT,
     REFUSED_EXIT,
+    CheckpointError,
     ClusterCleared,
     ConfigError,
     MustBeReplaced,
@@ -38,7 +39,7 @@ def exit_code_for(error: BaseException) -> int | None:
             return LOST_PEER_EXIT
         case MustBeReplaced() | NotWanted() | ClusterCleared() | NoView():
             return None
-        case TrainError() | ConfigError():
+        case TrainError() | ConfigError() | CheckpointError():
             return PROGRAM_EXIT
     return None
 

@@ -44,7 +44,7 @@ MOST_WORKERS = 8
 POLL_S = 0.1
 TAIL_LINES = 15
 GUARD_MESSAGE = re.compile(
-    r"TrainError: (step \d+: the workers do not have .*|before the pass of step \d+ the workers .*)"
+    r"TrainError: (step \d+: the workers do not have .*|before the (?:loop over|pass of) step \d+ the workers .*)"
 )
 LOSS_MESSAGE = re.compile(r"^\[\w\] lost .*", re.MULTILINE)
 DIGEST = "sha256:"
@@ -55,12 +55,12 @@ ADVICE = {
     "worker. Set it after or before that loop, from step.number or job.state",
     "tracked": "a tracked object is changed in the loop over the step, which runs once for each replica hosted by a worker. "
     "Change it after that loop, which runs once per step",
-    "random": "a turn draws other random numbers on one worker than on another (if job.is_first, a counter of one's own). "
-    "Draw the same in every turn, or from a generator of your own",
-    "state": "the loop over the step depends on something that outlives a turn: a counter, a list, an iterator of one's own, "
+    "random": "how many random numbers a turn draws depends on the worker (a branch on job.is_first, a counter of your own). "
+    "Draw equally many in every turn, or draw from a generator of your own",
+    "state": "the loop over the step depends on something that outlives a turn: a counter, a list, an iterator of your own, "
     "the time, job.rank. In that loop use only its batch, the model and step.replica; count after it, or in job.state",
     "seed": "two runs on 1 worker differ, too, so the program does not repeat itself: seed all generators that it uses before "
-    "the model is built (torch, random, numpy), and let it not depend on the time, or on files of its last run",
+    "the model is built (torch, random, numpy), and do not let it depend on the time or on files of its last run",
     "newcomer": "a new worker lacks something that the others have: keep it in job.state, or give it to job.track",
 }
 
@@ -376,7 +376,11 @@ def describe_success(report: Mapping[str, Any], planned: Sequence[RunShape]) -> 
     """Return the message that all runs were equal."""
     counts = [str(each) for each in sorted(each.workers for each in planned if not each.grow_to)]
     if len(counts) == 1:
-        return f"one replica, so one worker: {report['steps']} steps, and nothing to compare them with"
+        head = f"nothing was compared: {report['steps']} steps on 1 worker of a job with {report['replicas']} replicas"
+        is_single = report["replicas"] == 1
+        return head + (
+            ", which has at most 1 worker" if is_single else ". Give --workers several numbers, or leave it out"
+        )
     listed = f"{', '.join(counts[:-1])} and {counts[-1]}"
     newcomer = ", and with a newcomer in the middle" if any(each.grow_to for each in planned) else ""
     return f"the same bits on {listed} workers{newcomer}: {report['steps']} steps, {report['parts']} parts of the state"

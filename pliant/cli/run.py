@@ -74,7 +74,7 @@ class RunArguments:
     on: Annotated[str, _where("--on", "local|ray", "Run on hosts as above, or on a Ray cluster.", completion.one_of("local", "ray"))] = "local"
     devices: Annotated[str, _where("--devices", "TYPE=N,...", "With --on ray, what the job may have, as in t4=2,cpu=4.")] = ""
     remote_dir: Annotated[str, _where("--remote-dir", "DIR", "With --ssh or --on ray, the directory there; default: as here.")] = ""
-    plain: Annotated[bool, _where("--plain", "", "For a program that is no training: it need not call pliant.join.")] = False
+    plain: Annotated[bool, _where("--plain", "", "For a program that does not train: it need not call pliant.join.")] = False
     secret_file: Annotated[str, _where("--secret-file", "FILE", "The job's secret, if runners are started one by one.")] = ""
 
     watch: Annotated[bool, _elastic("-w --watch", "", "Let the job be resized, and replace workers that crash.")] = False

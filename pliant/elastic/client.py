@@ -428,7 +428,7 @@ class ConfigSender:
 
         def log_refusal(done: Future[object]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None and not self._closing.is_set():
-                log.warning("the config server does not take note that %s: %s", what, error)
+                log.warning("the config server refused the report that %s: %s", what, error)
 
         self.submit(call).add_done_callback(log_refusal)
 

@@ -203,7 +203,7 @@ class Member:
                 if self.elastic and silent_s > SERVER_LOST_S + FOLLOW_HOLD_S:
                     raise ServerUnavailable(
                         f"{self.me} needs to know who is left, but {self._spec.config_server} has not answered for "
-                        f"{silent_s:.0f} s: this worker stops; start the config server again and resume"
+                        f"{silent_s:.0f} s: this worker stops; start the config server again, and the job with `--resume auto`"
                     )
                 self._changed.wait(timeout=5.0)
 
@@ -242,7 +242,7 @@ class Member:
         except ServerUnavailable:
             return
         except PliantError as error:
-            log.warning("the config server does not take note that the job is done: %s", error)
+            log.warning("the config server refused the report that the job is done: %s", error)
 
     def resize(self, size: int) -> None:
         """Ask for another number of workers.
@@ -251,9 +251,7 @@ class Member:
             PliantError: there is no config server, it refuses, or it cannot be reached.
         """
         if not self._spec.config_server:
-            raise ConfigError(
-                f"resize to {size}: this job has no config server; start it with `pliant run -w -np 1 ...`"
-            )
+            raise ConfigError(f"resize to {size}: the workers of this job are fixed; start it with `pliant run -w`")
         self._sender.ask(lambda client: client.resize(size), 0.0)
 
 

@@ -202,7 +202,10 @@ def _open_view(wanted: Wanted) -> View:
     """Return the view, if there is one that may still change."""
     _refuse_if_cleared(wanted)
     if wanted.view is None:
-        raise NoView("no view is set, so there is nothing to change: PUT one first")
+        raise NoView(
+            "the config server has no list of workers yet, so there is nothing to change: start the job with `pliant run -w "
+            "-config-server URL`, or PUT one first"
+        )
     return wanted.view
 
 

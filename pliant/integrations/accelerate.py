@@ -51,12 +51,15 @@ def prepare_loader(
     """
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise ConfigError(
-            f"a loader of {type(loader.dataset).__name__} without batches of samples: give a map-style dataset and a batch_size"
+            f"prepare_loader: a DataLoader of {type(loader.dataset).__name__} without batches of samples: give a map-style "
+            "dataset (with __len__ and __getitem__) and a batch_size, or use job.loader"
         )
     batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler or type(batches.sampler) not in (RandomSampler, SequentialSampler):
         names = f"{type(batches).__name__} of {type(getattr(batches, 'sampler', None)).__name__}"
-        raise ConfigError(f"batch_sampler {names}: use shuffle=True or False")
+        raise ConfigError(
+            f"prepare_loader: a {names}: use shuffle=True or False, or job.loader for a sampler of your own"
+        )
     dataset: Any = loader.dataset
     feeder = RankLoader(
         dataset,
@@ -87,12 +90,15 @@ def _order_of(sampler: Any, length: int, data_seed: int | None, *, use_seedable_
         return None
     if sampler.replacement or sampler.num_samples != length:
         raise ConfigError(
-            f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples}): leave it out"
+            f"prepare_loader: RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples}): use "
+            "shuffle=True instead, or job.loader with this sampler"
         )
     if use_seedable_sampler:
         return seeded_order(length, torch.initial_seed() if data_seed is None else data_seed)
     if sampler.generator is not None:
-        raise ConfigError("a DataLoader with generator=...: leave it out, or use use_seedable_sampler=True")
+        raise ConfigError(
+            "prepare_loader: a DataLoader with generator=...: leave it out, or give use_seedable_sampler=True"
+        )
     return drawn_order(length, int(torch.empty((), dtype=torch.int64).random_().item()))
 
 

@@ -243,7 +243,7 @@ class ElasticTrainer(transformers.Trainer):
                 "for all: use a map-style dataset (with __len__ and __getitem__)"
             )
         if trial is not None:
-            raise ConfigError("trial=...: a job trains once; start a job for each trial")
+            raise ConfigError("a job trains once, so it cannot search hyperparameters: start one job for each trial")
         accumulation = config.gradient_accumulation_kwargs or {}
         whole = "leave it out: each replica is a whole model"
         for is_bad, setting, value, remedy in (
@@ -255,15 +255,15 @@ class ElasticTrainer(transformers.Trainer):
             ),
             (given.auto_find_batch_size, "auto_find_batch_size", True, "find the batch size on one worker first"),
             (not given.dataloader_in_order, "dataloader_in_order", False, "the order would depend on timing; use True"),
-            (given.ddp_static_graph, "ddp_static_graph", True, "leave it out"),
+            (given.ddp_static_graph, "ddp_static_graph", True, "leave it out: it changes nothing here"),
             (given.ignore_data_skip, "ignore_data_skip", True, "leave it out: a job keeps its place in the data"),
             (given.fsdp, "fsdp", given.fsdp, whole),
             (given.deepspeed, "deepspeed", given.deepspeed, whole),
             (config.split_batches, "split_batches", True, "divide per_device_train_batch_size by N instead"),
-            (config.dispatch_batches, "dispatch_batches", True, "leave it out"),
+            (config.dispatch_batches, "dispatch_batches", True, "leave it out: every replica loads its batches"),
             (not config.even_batches, "even_batches", False, "use True: a step takes a batch of every rank"),
-            (not config.use_seedable_sampler, "use_seedable_sampler", False, "use True"),
-            (accumulation.get("sync_each_batch"), "sync_each_batch", True, "leave it out"),
+            (not config.use_seedable_sampler, "use_seedable_sampler", False, "use True, the default"),
+            (accumulation.get("sync_each_batch"), "sync_each_batch", True, "leave it out: a step has one sum"),
         ):
             if is_bad:
                 raise ConfigError(f"{setting}={value!r} is not possible in a job: {remedy}")
@@ -547,7 +547,8 @@ class ElasticTrainer(transformers.Trainer):
             whole = sorted(folders, key=lambda path: int(path.parent.name.partition("-")[2]))
             if not whole:
                 raise ConfigError(
-                    f"resume_from_checkpoint=True, but no checkpoint-* in {self._folder} has a {JOB_FILE}: start afresh"
+                    f"resume_from_checkpoint=True, but no checkpoint-* in {self._folder} has the {JOB_FILE} that ElasticTrainer "
+                    "writes: leave the argument out to begin at step 0"
                 )
             return str(whole[-1].parent)
         if not Path(asked, JOB_FILE).exists():

@@ -57,7 +57,9 @@ class HostGroup:
             ConfigError: the host is not on the list, has joined already, or was started with other flags.
         """
         if host not in self._hosts:
-            raise ConfigError(f"host {host} is not in the head's list {','.join(self._hosts)}: start all with one -H")
+            raise ConfigError(
+                f"host {host} is not in the list {','.join(self._hosts)} of the first runner: give the same -H on every host"
+            )
         if host in self.ports:
             raise ConfigError(f"a runner on {host} has joined already: start one per host, or give another -port")
         for flag, value in self._agreement.items():

@@ -124,10 +124,10 @@ class RunOptions:
                 check_port(port, flag)
         if self.init_version < 0 and not (self.watch and self.config_server):
             raise ConfigError(
-                f"-init-version {self.init_version} waits to be added by a config server: add -w -config-server URL"
+                f"-init-version {self.init_version} waits until a config server lists this host: add -w -config-server URL"
             )
         if self.keep and not self.watch:
-            raise ConfigError("-k keeps a watching runner alive: add -w")
+            raise ConfigError("-k keeps a runner that watches its job (-w) alive after the job: add -w")
         if self.independent and not self.watch:
             raise ConfigError("--independent replaces workers one by one, as a watching runner does: add -w")
         if self.config_server and self.builtin_config_port and not self.follows_builtin:
@@ -388,7 +388,10 @@ def _check_module(name: str) -> None:
     top = name.partition(".")[0]
     is_ours = top in sys.stdlib_module_names or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
     if not is_ours:
-        raise ConfigError(f"-m {name}: there is no module {top!r} in {Path.cwd()}, nor is one installed")
+        raise ConfigError(
+            f"-m {name}: there is no module {top!r} in {Path.cwd()}, nor is one installed: check the name, or run it from the "
+            "folder that holds it"
+        )
 
 
 def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
@@ -406,7 +409,8 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
     devices = visible_devices(machine.environ, machine.device_files)
     warnings = []
     if devices and num_local > len(devices):
-        warnings.append(f"{num_local} workers share {len(devices)} CUDA devices of {self_host}")
+        shared = f"{num_local} workers share {len(devices)} CUDA devices of {self_host}"
+        warnings.append(f"{shared}, and compete for them; with {len(devices)} workers there, each has its own")
     return LaunchPlan(
         options=options,
         command=command,

@@ -135,7 +135,7 @@ class ProcessManager:
         try:
             warm = stack.enter_context(WarmProcess(environ, done, shown=self._plan.command[1:]))
         except OSError as error:
-            log.warning("no warm process (%s): workers are started without it", error.strerror)
+            log.warning("cannot start the process to fork workers from (%s): each worker imports torch", error.strerror)
             return
         self._guardian.watch(warm.pid)
         self._read_output("warm", warm.stdout, warm.stderr)

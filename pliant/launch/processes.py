@@ -196,6 +196,7 @@ class Guardian:
 
 ANSWER_S = 30.0
 """A fork takes 10 ms. A warm process that does not answer for this long is stuck."""
+WARM_ENDED = "the process that workers are forked from has ended"
 
 
 def can_start_warm(command: Sequence[str], search_path: str | None = None) -> bool:
@@ -303,17 +304,17 @@ class WarmProcess:
 
     def _ask(self, request: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, object]:
         if not self.is_up:
-            raise WarmLost("the warm process has ended")
+            raise WarmLost(WARM_ENDED)
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             self._socket.sendmsg([json.dumps(request).encode()], rights)
             answer = self._socket.recv(child.MAX_REQUEST_BYTES)
         except (OSError, TimeoutError) as error:
             self.is_up = False
-            raise WarmLost(f"the warm process does not answer ({error})") from None
+            raise WarmLost(f"the process that workers are forked from does not answer ({error})") from None
         if not answer:
             self.is_up = False
-            raise WarmLost("the warm process has ended")
+            raise WarmLost(WARM_ENDED)
         return dict(json.loads(answer))
 
     def _await(self) -> None:
@@ -345,7 +346,7 @@ class WorkerStarter:
             try:
                 return self._warm.fork(self._command, environ, listener, joined)
             except WarmLost as error:
-                log.warning("%s: from now on, workers are started without it", error)
+                log.warning("%s: from now on each worker imports torch, and starts more slowly", error)
                 self._warm = None
         return start_worker(self._command, environ, listener, joined)
 
@@ -391,7 +392,7 @@ def write_runner_state(path: Path, config_server: str, version: int, workers: Ma
     try:
         write_atomic(path, json.dumps(state))
     except OSError as error:
-        log.warning("--state-file %s: %s", path, error.strerror)
+        log.warning("cannot write --state-file %s (%s): other commands may not find the workers", path, error.strerror)
 
 
 def read_runner_state(path: Path) -> RunnerState | None:

@@ -228,7 +228,7 @@ def _follow_server(
         how = "was told to stop" if wanted.cleared else "has finished"
         raise ClusterCleared(
             f"config server {config.url}: the last job there {how} (version {wanted.version}); "
-            f"reset it first, as with `curl {urljoin(config.url, '/reset')}`"
+            f"reset it first, as with `curl {urljoin(config.url, '/reset')}` (with a token: -H 'Authorization: Bearer TOKEN')"
         )
     if wanted.view is None:
         log.info("waiting to be added: no view is set at %s", config.url)

@@ -25,8 +25,8 @@ BLAME_WAIT_S = 5.0
 """How long to wait for the end of the worker that failed, after another one has ended because it had lost it."""
 TIMEOUT_EXIT = 124
 NEVER_JOINED = (
-    "the program has ended without a call of pliant.join(), so every worker has done all of its work alone: call it "
-    "(docs/coming-from.md shows the changes), or add --plain for a program that is no training"
+    "the program ended without calling pliant.join(), so every worker did all of the work by itself: call it (see "
+    "docs/coming-from.md), or add --plain if the workers are not meant to train together"
 )
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0

@@ -288,7 +288,10 @@ class Adaptation:
             case adapt.ProbeLinks():
                 self._measure_links(decision)
             case _:
-                raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
+                raise ConfigError(
+                    f"a policy returned a {type(decision).__name__}, which a job cannot carry out: return SetBatchSize, "
+                    "SetLearningRate, SetTopology, Resize or ProbeLinks of pliant"
+                )
 
     def _measure_links(self, decision: adapt.ProbeLinks) -> None:
         """Measure the links between all workers, and ask the policies again at once."""
@@ -348,8 +351,8 @@ class Adaptation:
         if begun_with and len(self.policies):
             if len(begun_with) != len(self.policies):
                 raise ConfigError(
-                    f"the job was begun with {len(begun_with)} policies, this program has {len(self.policies)}: use the "
-                    "same ones"
+                    f"the state to load is of a job with {len(begun_with)} policies, but this one has {len(self.policies)}: "
+                    "give the same --policy options and pliant.join(policies=...)"
                 )
             self.policies.load_state_dict(begun_with)
         if self.monitor is not None and state["monitor"]:

@@ -80,5 +80,8 @@ class StepDigests:
         deadline_s = time.monotonic() + NEWCOMER_WAIT_S
         while job.prepared_view <= job.view:
             if time.monotonic() > deadline_s:
-                raise TrainError(f"no new worker came within {NEWCOMER_WAIT_S:g} s")
+                raise TrainError(
+                    f"the second worker did not join within {NEWCOMER_WAIT_S:g} s: see its messages above; if the program "
+                    "takes longer to start, give --workers, which leaves out the run with a new worker"
+                )
             time.sleep(POLL_S)

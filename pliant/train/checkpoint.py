@@ -101,7 +101,7 @@ def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warnin
     """Return the checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
     found = newest_checkpoint(path, notify) if Path(path).is_dir() else Path(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start afresh")
+        raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start without one")
     return read(found)
 
 
@@ -233,9 +233,12 @@ def set_initial_state(
     """
     count = state.replicas.count
     if count > 1 and not (found := determinism.self_check(count)).ok:
-        notify(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
+        notify(f"warning: the result may change with the number of workers (only D0 holds): {found.detail}")
+    damaged: list[str] = []
     if asked == "auto" or (not asked and had_state and directory):
-        path = newest_checkpoint(directory)
+        path = newest_checkpoint(directory, damaged.append)
+        for each in damaged:
+            notify(each)
     else:
         path = Path(asked) if asked else None
     if path is not None:
@@ -251,6 +254,8 @@ def set_initial_state(
         return
     if had_state:
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
+    elif damaged:
+        notify(f"no checkpoint in {directory} is whole: beginning at step {first.step}")
     state.use_first_buffers(state.buffers.save())
     own = b"" if state.sync_buffers else bytes(state.buffers.pack(state.first_buffers).numpy())
     state.progress.set(first)

@@ -270,7 +270,8 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     """Make a folder beside `path` for a file that is being written. A lock beside it shows that its writer is alive."""
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     lock = folder.with_name(f"{folder.name}.lock")
-    with hold_lock(lock, CheckpointError(f"{lock} is held by another writer"), wait_s=10.0):
+    refusal = f"another process writes {path} ({lock} is locked): give each job a checkpoint directory of its own"
+    with hold_lock(lock, CheckpointError(refusal), wait_s=10.0):
         folder.mkdir()
         try:
             yield folder

@@ -67,7 +67,8 @@ class RngState:
         cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
         if len(own) != _TORCH_BYTES or len(cuda) not in (0, _CUDA_BYTES):
             raise TrainError(
-                f"random states of {len(own)} and {len(cuda)} bytes: this version of torch is not supported"
+                f"torch {torch.__version__} has random states of {len(own)} and {len(cuda)} bytes, which pliant does not know: "
+                "use a tested version (constraints.txt)"
             )
         return _RECORD.pack(
             words,
@@ -90,7 +91,7 @@ class RngState:
         """
         if len(data) != RNG_BYTES:
             raise ConfigError(
-                f"{len(data)} bytes are no random state, which has {RNG_BYTES}: written by another version?"
+                f"{len(data)} bytes are no random state, which has {RNG_BYTES}: use the pliant that wrote them"
             )
         words, has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = _RECORD.unpack(data)
         for twister in (words, words_np):
@@ -161,7 +162,9 @@ class _PythonGlobal:
         self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]
         version = random.getstate()[0]
         if version != _PYTHON_VERSION:
-            raise TrainError(f"python's random state has form {version}: this version of python is not supported")
+            raise TrainError(
+                f"Python's random state has version {version}, not {_PYTHON_VERSION}: use an older Python, such as 3.11"
+            )
         place = self._find_words()
         self._memory: Any = None if place is None else (ctypes.c_char * _PYTHON.size).from_address(place)
 
@@ -346,7 +349,7 @@ class DataPosition:
         """
         num_workers, rest = divmod(len(data) - _POSITION_HEADER.size, _WORKER_STATE.size)
         if rest or num_workers < 0:
-            raise ConfigError(f"{len(data)} bytes are no stream: written by another version?")
+            raise ConfigError(f"{len(data)} bytes are no stream position: use the pliant that wrote them")
         epoch, batch, consumed, drawn, base_seed, checksum, order, left = _POSITION_HEADER.unpack_from(data)
         states = _WORKER_STATE.iter_unpack(data[_POSITION_HEADER.size :])
         workers = tuple(state if known else None for known, state in states)

@@ -325,7 +325,7 @@ def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
         results = _reduce_by_torch(cases, num_ranks)
     except (RuntimeError, AttributeError) as error:
         why = str(error).splitlines()[0]
-        return SelfCheck(False, f"gloo of torch {torch.__version__} could not be asked ({why}): only D0 holds")
+        return SelfCheck(False, f"gloo of torch {torch.__version__} could not be asked ({why})")
     total = wrong = 0
     for inputs, outputs in zip(cases, results, strict=True):
         expected = fold(inputs)
@@ -335,8 +335,8 @@ def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
     if wrong:
         return SelfCheck(
             False,
-            f"torch {torch.__version__} sums in another order than gloo's ring: {wrong} sums differ ({took}); only D0 holds: "
-            "use a torch whose self-check passes (2.11 and 2.13 do)",
+            f"torch {torch.__version__} sums in another order than gloo's ring: {wrong} sums differ ({took}); use a torch "
+            "whose self-check passes (2.11 and 2.13 do)",
         )
     return SelfCheck(True, f"torch {torch.__version__} sums as gloo's ring does ({took})")
 

@@ -348,10 +348,10 @@ class NumberFeeder:
 
 
 def epochs_of(streams: Mapping[int, DataPosition]) -> set[int]:
-    """Return the epoch of these positions, or nothing. Raises TrainError if there are several."""
+    """Return the epoch of these positions, or nothing."""
     epochs = {stream.epoch for stream in streams.values()}
     if len(epochs) > 1:
-        raise TrainError(f"replicas in different epochs {sorted(epochs)} cannot be fed by one worker")
+        raise AssertionError(f"replicas in different epochs: {sorted(epochs)}")
     return epochs
 
 
@@ -519,7 +519,7 @@ class ReplicaLoader:
             return self._hosted[replica]
         except KeyError:
             hosted = ", ".join(map(str, self._hosted)) or "none"
-            raise TrainError(f"replica {replica} is not hosted here (hosted: {hosted}): call host() with it") from None
+            raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
     def _make_hosted(self, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
         return _HostedReplica(

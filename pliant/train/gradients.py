@@ -282,8 +282,9 @@ class GradientReducer:
         """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
         if parameter.__class__ is Pending or index in self._unseen:
             raise TrainError(
-                f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
-                "(compiled or scripted code?) uses it where torch's Python functions do not see it. Use sync='fifo'"
+                f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: with "
+                "sync='priority' every use of a parameter must go through torch's Python functions, which compiled or scripted "
+                "code does not. Use sync='fifo'"
             )
         if self.no_sync or self._resting or self._halted:
             return

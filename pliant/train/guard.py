@@ -20,7 +20,7 @@ from pliant.train.state_parts import SHA256, StatePart, checksum_of, digests_of,
 EVERY = 100
 """The number of steps between two comparisons."""
 CAUSES = (
-    "The usual causes: a learning rate or a decision from a counter of one's own (use step.number or job.state), random "
+    "The usual causes: a learning rate or a decision from a counter of your own (use step.number or job.state), random "
     "numbers or updates on some workers only, an object with state that the job does not know (job.track), or damaged "
     "memory. `pliant check` finds the first step that differs"
 )

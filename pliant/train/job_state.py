@@ -110,8 +110,9 @@ class JobState:
             )
         if len(models) != len(self.models) or len(state["optimizers"]) != len(self.optimizers):
             raise TrainError(
-                f"a state of {len(models)} models and {len(state['optimizers'])} optimizers, but this program has "
-                f"{len(self.models)} and {len(self.optimizers)}"
+                f"the state to load has {len(models)} models and {len(state['optimizers'])} optimizers, but this program gave "
+                f"job.wrap {len(self.models)} and {len(self.optimizers)}: use the program that wrote the state, or start "
+                "without this checkpoint"
             )
         for model, saved in zip(self.models, models, strict=True):
             model.load_state_dict(saved)

@@ -94,12 +94,12 @@ def _about_module(module: nn.Module) -> Iterator[_Finding]:
     if isinstance(module, nn.SyncBatchNorm):
         yield (
             "sums its statistics over all ranks in the middle of forward, so no replica can finish before the others begin",
-            "use nn.BatchNorm1d/2d/3d; DDP's way with its buffers is kept exactly",
+            "use nn.BatchNorm1d/2d/3d, whose buffers are treated as DDP treats them",
         )
     elif any(home.startswith(("torch.nn.parallel.", "torch.distributed.")) for home in homes):
         yield "distributes the model by itself", "give the bare model to job.wrap (what was passed to this wrapper)"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-        yield "sparse gradients have no place in a bucket", "use sparse=False"
+        yield "has sparse gradients, which cannot be summed here", "use sparse=False"
     for name, value in vars(module).items():
         if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             yield (
@@ -133,7 +133,7 @@ def _about_calls(module: nn.Module) -> Iterator[_Finding]:
         if _is_collective(use):
             yield (
                 f"calls {use.name} ({use.where}): a collective between replicas that take turns would wait for ever",
-                "compute it from this replica's own data, or after the step through the job",
+                "compute it from this replica's own data, or after the loop over the step with job.all_reduce",
             )
 
 

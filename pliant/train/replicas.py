@@ -205,11 +205,13 @@ class Replicas:
             ConfigError: an epoch would not have one such batch, or the data are not dealt.
         """
         if not self.loading.is_dealt:
-            raise ConfigError("each replica draws from its own sampler or stream, with a batch size of its own")
+            raise ConfigError(
+                "the batch size cannot be changed: each replica draws batches from a sampler or stream of its own"
+            )
         if num_batches(self.num_samples, self.count, replace(self.loading, batch_size=size)) == 0:
             raise ConfigError(
-                f"{self.num_samples} samples give {self.count} replicas not one batch of {size}: "
-                "decide for less, or use drop_last=False"
+                f"{self.num_samples} samples are too few for a batch of {size} for each of {self.count} replicas: decide for "
+                "less, or use drop_last=False"
             )
         rest = self._rest(epoch)
         self.contexts = [context.at(rest) for context in self.contexts]

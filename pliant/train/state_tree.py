@@ -75,7 +75,7 @@ def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
         return _decode(json.loads(skeleton), tensors)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError, struct.error) as error:
         raise CheckpointError(
-            f"the skeleton of the state does not fit its {len(tensors)} tensors ({type(error).__name__}: {error}): "
+            f"the structure of the state does not match its {len(tensors)} tensors ({type(error).__name__}: {error}): "
             "it is damaged, or was written by another version of pliant"
         ) from None
 

@@ -70,7 +70,10 @@ class Turn:
             self.figures[name] = value.detach() if isinstance(value, torch.Tensor) else value
         names = ", ".join(self.figures)
         if len(self.figures) > MAX_FIGURES:
-            raise TrainError(f"step.log: {len(self.figures)} figures ({names}), but {MAX_FIGURES} travel with a step")
+            raise TrainError(
+                f"step.log: {len(self.figures)} figures ({names}), but {MAX_FIGURES} travel with a step at most: log fewer, or "
+                "use job.report after the loop over the step for values that all workers know"
+            )
         if len(names.encode()) > MAX_NAMES:
             raise TrainError(f"step.log: the names {names} have more than {MAX_NAMES} bytes: use shorter ones")
 
@@ -143,7 +146,7 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         ),
         (
             Outcome.LOGGED,
-            "replica {one} called step.no_backward() in a pass of step {step}, but replica {other} did not: all replicas must "
+            "replica {one} called step.no_backward() in a loop over step {step}, but replica {other} did not: all replicas must "
             "do the same",
         ),
     ):
@@ -155,7 +158,8 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         first = next(row.models for row in rows if row.outcome is Outcome.SUMMED)
         other = next(i for i, row in enumerate(rows) if row.outcome is Outcome.SUMMED and row.models != first)
         return (
-            f"the backward of replica {other} in step {step} reached other models than those of the replicas before it"
+            f"the backward of replica {other} in step {step} reached other models than those of the replicas before it: "
+            "every turn of a loop over the step must call backward() on the same models"
         )
     added = [
         (replica, row.had_gradients & row.models) for replica, row in enumerate(rows) if row.outcome is Outcome.SUMMED

@@ -27,7 +27,6 @@ import torch
 from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.errors import TrainError
 from pliant.train.context import DataPosition, RngState, capture_rng, fill_states, restore_rng
 from pliant.train.feeder import LoaderPool, epochs_of
 from pliant.train.loader_process import LoadedBatch, LoaderSpec
@@ -223,7 +222,7 @@ class StreamLoader:
             return self._hosted[replica]
         except KeyError:
             hosted = ", ".join(map(str, self._hosted)) or "none"
-            raise TrainError(f"replica {replica} is not hosted here (hosted: {hosted}): call host() with it") from None
+            raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
     # --- for the streams ---
 

@@ -42,12 +42,12 @@ def check_epoch(replicas: Replicas) -> None:
     """Raise ConfigError if an epoch does not have a single batch."""
     if not replicas.loading.is_dealt:
         if replicas.steps == 0:
-            raise ConfigError("the sampler or dataset has not one batch: use a smaller batch_size, or drop_last=False")
+            raise ConfigError("the sampler or dataset has no whole batch: use a smaller batch_size, or drop_last=False")
         return
     if replicas.num_batches == 0:
         raise ConfigError(
-            f"{replicas.num_samples} samples give {replicas.count} replicas not one batch of "
-            f"{replicas.loading.batch_size}: use a smaller batch_size, or drop_last=False"
+            f"{replicas.num_samples} samples are too few for a batch of {replicas.loading.batch_size} for each of "
+            f"{replicas.count} replicas: use a smaller batch_size, or drop_last=False"
         )
 
 
@@ -78,7 +78,7 @@ def describe_program(parameters: Sequence[NamedParameters], replicas: Replicas, 
     shapes = repr([(name, tuple(p.shape), str(p.dtype)) for each in parameters for name, p in each]).encode()
     digest = hashlib.sha256(shapes).hexdigest()[:12]
     count = "a replica per worker" if follows_view else f"{replicas.count} replicas"
-    samples = f"{replicas.num_samples} samples by {replicas.loading.batch_size}"
+    samples = f"{replicas.num_samples} samples in batches of {replicas.loading.batch_size}"
     return f"{count}, {sum(map(len, parameters))} parameters ({digest}), {samples}"
 
 
@@ -111,11 +111,13 @@ def make_probe(
         return None
     if averaging is not None:
         raise ConfigError(
-            f"{averaging.describe()} leaves gradients where they are, but {', '.join(monitors)} compares them with their "
-            "sum: do not watch it here"
+            f"{', '.join(monitors)} needs gradients that are summed over the workers, but {averaging.describe()} averages "
+            "models instead: leave out these monitors"
         )
     if len(reducers) > 1:
-        raise ConfigError(f"{', '.join(monitors)} can be monitored for one model, but there are {len(reducers)}")
+        raise ConfigError(
+            f"{', '.join(monitors)} can be monitored for one model, but job.wrap got {len(reducers)}: leave out these monitors"
+        )
     return GradientProbe(
         reducers[0].parameters,
         optimizers,

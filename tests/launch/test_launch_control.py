@@ -31,7 +31,7 @@ def test_an_assembly_knows_who_is_missing() -> None:
 @pytest.mark.parametrize(
     ("host", "flags", "message"),
     [
-        ("h9", FLAGS, "host h9 is not in the head's list h1,h2,h3"),
+        ("h9", FLAGS, "host h9 is not in the list h1,h2,h3 of the first runner"),
         ("h1", FLAGS, "a runner on h1 has joined already"),
         ("h2", {**FLAGS, "-np": 3}, "-np is 3 on h2 but 2 on h1: start all runners with the same flags"),
     ],

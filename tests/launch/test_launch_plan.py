@@ -208,7 +208,7 @@ def test_a_program_that_cannot_run_says_why(tmp_path: Path, program: str, messag
         ({"init_version": -1}, "add -w -config-server URL"),
         ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them, or the same port"),
         ({"debug_port": 70000}, "-debug-port 70000 is not a port"),
-        ({"keep": True}, "-k keeps a watching runner alive: add -w"),
+        ({"keep": True}, "alive after the job: add -w"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:

@@ -72,4 +72,4 @@ def test_a_job_proves_at_its_start_that_torch_sums_as_it_does(
         job.loader(Rows(), batch_size=4)
         next(iter(job.epochs(1)))
     assert asked == [3]
-    assert ("only D0 holds: another order" in capsys.readouterr().out) is not ok
+    assert ("(only D0 holds): another order" in capsys.readouterr().out) is not ok

@@ -195,7 +195,7 @@ def test_self_check_notices_another_order(num_replicas: int, monkeypatch: pytest
     monkeypatch.setattr(order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
     result = self_check(num_replicas)
     assert not result.ok
-    assert "only D0 holds" in result.detail
+    assert "use a torch whose self-check passes" in result.detail
 
 
 def test_self_check_notices_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,9 +418,9 @@ def test_a_batch_that_cannot_be_sent_is_an_error_of_that_batch() -> None:
 def test_replicas_elsewhere_and_in_other_epochs_are_refused() -> None:
     with ReplicaLoader(Augmented(), LoaderOptions(), 2) as feeder:
         feeder.host({1: DataPosition()})
-        with pytest.raises(TrainError, match=r"replica 0 is not hosted here \(hosted: 1\)"):
+        with pytest.raises(AssertionError, match=r"replica 0 is not hosted here \(hosted: 1\)"):
             feeder.next(0)
-        with pytest.raises(TrainError, match="different epochs"):
+        with pytest.raises(AssertionError, match="different epochs"):
             feeder.host({0: DataPosition(), 1: DataPosition(epoch=1)})
 
 

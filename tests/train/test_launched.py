@@ -24,6 +24,8 @@ told = (job.rank, job.size, job.is_first)
 model = torch.nn.Linear(2, 1)
 model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
 loader = job.loader(torch.randn(24, 2), batch_size=2)
+if sys.argv[1] == "load":
+    job.load("nowhere.safetensors")
 for epoch in job.epochs(2):
     for step in loader:
         for x in step:
@@ -58,10 +60,11 @@ def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_com
     own = start(tmp_path, "-np", "3", "-m", "own.train", "own")
     common = start(tmp_path, "-w", "-np", "2", "own/train.py", "mistake")
     alone = start(tmp_path, "-np", "2", "alone.py")
+    load = start(tmp_path, "-np", "2", "own/train.py", "load")
 
     code, _, stderr = end(alone)
     assert code == PROGRAM_EXIT
-    assert "without a call of pliant.join()" in stderr
+    assert "without calling pliant.join()" in stderr
     assert "--plain" in stderr
 
     code, stdout, stderr = end(own)
@@ -85,6 +88,11 @@ def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_com
     assert "optimizer.step() in the turn of replica" in stderr
     assert " optimizer.py:" not in stderr, "one line names the program's own place"
     assert "replacing" not in stderr
+
+    code, _, stderr = end(load)
+    assert code == PROGRAM_EXIT, stderr
+    assert stderr.count("Traceback (most recent call last)") <= 1, stderr
+    assert "nowhere.safetensors" in stderr
 
 
 KILLED = """

@@ -115,7 +115,9 @@ def test_another_batch_size_deals_the_rest_anew() -> None:
 def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None:
     replicas = Replicas(2, 8, LoaderOptions(batch_size=2, drop_last=True))
     replicas.contexts = [ReplicaContext(seeded_rng(0, CPU), DataPosition(batch=1))] * 2
-    with pytest.raises(ConfigError, match="8 samples give 2 replicas not one batch of 5: decide for less"):
+    with pytest.raises(
+        ConfigError, match="8 samples are too few for a batch of 5 for each of 2 replicas: decide for less"
+    ):
         replicas.set_batch_size(5, epoch=0)
     assert replicas.loading.batch_size == 2
     assert replicas.contexts[0].stream == DataPosition(batch=1)

@@ -70,7 +70,7 @@ OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
         ([SUMMED, EMPTY], "the data of replica 1 ended before step 7, but those of replica 0 did not"),
         (
             [SUMMED, row(Outcome.LOGGED)],
-            "replica 1 called step.no_backward() in a pass of step 7, but replica 0 did not",
+            "replica 1 called step.no_backward() in a loop over step 7, but replica 0 did not",
         ),
         ([row(models=1), SKIPPED, row(models=2)], "the backward of replica 2 in step 7 reached other models"),
         ([row(had_gradients=1), SKIPPED, row(had_gradients=3)], ""),

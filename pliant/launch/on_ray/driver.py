@@ -253,7 +253,10 @@ class RayDriver:
         for worker in sorted(worker for worker in known if worker.host == runner.host):
             self._client.lost(worker, f"the runner on {runner.host} is gone")
         if all(worker.host == runner.host for worker in known) and not self._job.resumes:
-            log.error("%s, and all workers with it; with --checkpoint-dir the job could go on", gone)
+            log.error(
+                "%s, and all workers with it, so the job ends; with --checkpoint-dir it would go on from its newest checkpoint",
+                gone,
+            )
             self._fail(1)
             return
         log.warning("%s; the job goes on without it, and gets others where there is room", gone)
