@@ -87,18 +87,15 @@ def _field_sentences(owner: type) -> dict[str, str]:
     }
 
 
-class _Verbatim:
-    """An annotation or a default that is printed as it stands in the source."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
+class _Dots:
+    """Stands for a default that is an object or a function."""
 
     def __repr__(self) -> str:
-        return self._text
+        return "..."
 
 
 def _signature(found: Any) -> str:
-    """Return the signature without `self` and without quotes around annotations."""
+    """Return the signature without `self` and without types."""
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -107,17 +104,11 @@ def _signature(found: Any) -> str:
     for each in signature.parameters.values():
         if each.name in ("self", "cls"):
             continue
-        annotation = _Verbatim(each.annotation) if isinstance(each.annotation, str) else each.annotation
         default = each.default
         if "object at 0x" in repr(default) or "<factory>" in repr(default) or callable(default):
-            default = _Verbatim("...") if default is not inspect.Parameter.empty else default
-        parameters.append(each.replace(annotation=annotation, default=default))
-    returns = signature.return_annotation
-    if returns in ("None", None) or inspect.isclass(found):
-        returns = inspect.Signature.empty
-    elif isinstance(returns, str):
-        returns = _Verbatim(returns)
-    return str(inspect.Signature(parameters, return_annotation=returns))
+            default = _Dots() if default is not inspect.Parameter.empty else default
+        parameters.append(each.replace(annotation=inspect.Parameter.empty, default=default))
+    return str(inspect.Signature(parameters))
 
 
 def _first_sentence(found: Any) -> str:

@@ -29,8 +29,13 @@ def make_importable() -> None:
 
 
 def programs() -> list[str]:
-    """Return the programs of the page: with accelerate, as a job, with Fabric, as a job."""
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    """Return both sides of the differences on the page: with accelerate, as a job, with Fabric, as a job."""
+    shown = re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return [_side(each.splitlines(), sign) for each in shown for sign in "-+"]
+
+
+def _side(lines: Sequence[str], sign: str) -> str:
+    return "".join(f"{line[1:]}\n" for line in lines if line[:1] in (sign, " ", ""))
 
 
 def digest_after(program: str, environ: dict[str, str]) -> str:

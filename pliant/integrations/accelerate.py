@@ -97,7 +97,7 @@ def _order_of(sampler: Any, length: int, data_seed: int | None, *, use_seedable_
         return seeded_order(length, torch.initial_seed() if data_seed is None else data_seed)
     if sampler.generator is not None:
         raise ConfigError(
-            "prepare_loader: a DataLoader with generator=...: leave it out, or give use_seedable_sampler=True"
+            "prepare_loader: a DataLoader with generator=...: leave it out, or use use_seedable_sampler=True"
         )
     return drawn_order(length, int(torch.empty((), dtype=torch.int64).random_().item()))
 
