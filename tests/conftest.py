@@ -6,12 +6,18 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Bytecode is kept, whatever the environment says: without it each worker of pytest-xdist needs ten seconds to rewrite the
+# assertions of all tests, and each process that a test starts compiles pliant.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

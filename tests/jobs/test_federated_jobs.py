@@ -32,7 +32,7 @@ COMMANDS = ("submit", "jobs", "fed", "report")
 ARTIFACT = """\
 ps_ip: 127.0.0.1
 worker_ips:
-  - 127.0.0.1:2
+  - 127.0.0.1:1
 exp_path: $HOME/pliant
 auth: {ssh_user: "", ssh_private_key: none}
 job_conf:
@@ -68,6 +68,19 @@ checkpoint_every: 5
 batching: 0
 workers: 0
 """
+SLOW_MODEL = """\
+import pathlib, time
+from torch import nn
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        time.sleep(0.02 * pathlib.Path(__file__).with_name("slow").exists())
+        return super().forward(inputs.flatten(1))
+
+def model(num_classes):
+    return Net(64, num_classes)
+"""
+"""A user's own model: as long as there is a file `slow` beside it, a round of four clients takes 0.16 s."""
 
 
 @pytest.fixture
@@ -303,8 +316,12 @@ def test_a_job_with_the_artifacts_keys_survives_its_coordinator_and_is_listed_to
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_can_be_stopped(home: Path) -> None:
-    rounds = 400  # some seconds on a quiet machine: it must still run when it is told to stop
-    (home / "small.yml").write_text(OURS.replace("rounds: 80", f"rounds: {rounds}"))
+    rounds = 60  # ten seconds if all are slow: it must still run when it is told to stop
+    (home / "slow_model.py").write_text(SLOW_MODEL)
+    (home / "slow").touch()
+    (home / "small.yml").write_text(
+        OURS.replace("rounds: 80", f"rounds: {rounds}").replace("model: mlp", "model: slow_model:model")
+    )
     said("submit", "small.yml")
     folder = folder_of("small")
     until(lambda: rounds_of("small") >= 5, "5 rounds are done")
@@ -325,6 +342,7 @@ def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_ca
     assert listed("small")["state"] == "stopped"
     assert rounds_of("small") < rounds
     assert not job_processes(home)
+    (home / "slow").unlink()
     said("fed", "run", "--resume", "small")
     assert (listed("small")["state"], listed("small")["scheduled"]) == ("finished", False)
     assert checkpoint(folder) == undisturbed(folder, home / "alone")
