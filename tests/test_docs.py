@@ -283,7 +283,9 @@ def test_kinds_of_a_federation_are_named_as_they_are() -> None:
 
 
 def test_lines_of_ports_are_as_listed() -> None:
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|", (DOCS / "coming-from.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| [^|]+ \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|", (DOCS / "coming-from.md").read_text(), re.M
+    )
     ports = ROOT / "tests" / "ports"
     assert {name for name, *_ in rows} == {path.stem.removesuffix("_ddp") for path in ports.glob("*_ddp.py")}
     for name, *counts in rows:

@@ -44,7 +44,7 @@ MOST_WORKERS = 8
 POLL_S = 0.1
 TAIL_LINES = 15
 GUARD_MESSAGE = re.compile(
-    r"TrainError: (step \d+: the workers do not have .*|before the (?:loop over|pass of) step \d+ the workers .*)"
+    r"TrainError: (step \d+: the workers do not have .*|before the loop over step \d+ the workers .*)"
 )
 LOSS_MESSAGE = re.compile(r"^\[\w\] lost .*", re.MULTILINE)
 DIGEST = "sha256:"

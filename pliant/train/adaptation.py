@@ -92,7 +92,7 @@ class Adaptation:
             listener(engine)
         engine.throughput()  # reset the counters
         self._before = (time.monotonic(), engine.wire_bytes)
-        self._figures, self._agreed = WorkerFigures(name=""), []
+        self._figures = WorkerFigures(name="")
         self._workers = tuple(WorkerFigures(name=str(worker)) for worker in engine.view.workers)
 
     @property
@@ -110,16 +110,23 @@ class Adaptation:
         length = len(encode_decisions(self._pending)) if self._pending else 0
         return AdaptationMessage(length, time.time(), self._figures, probed).to_bytes()
 
-    def read_rows(self, rows: Sequence[bytes]) -> None:
+    def receive(self, rows: Sequence[bytes]) -> ReceivedRows | None:
         """Read everybody's rows of the step in progress. If the first worker has decided something, receive that, too.
+        Nothing is learned before `learn`.
 
         Raises:
             CommError: a worker is lost.
         """
         if not self.is_active:
-            return
+            return None
         workers = self._engine.view.workers
         messages = [AdaptationMessage.from_bytes(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
+        decided = self._receive_decisions(messages[0].num_bytes) if messages[0].num_bytes else []
+        return ReceivedRows(messages, decided)
+
+    def learn(self, received: ReceivedRows) -> None:
+        """Learn from the rows of a step that counts."""
+        messages = received.messages
         self._workers = tuple(each.figures for each in messages)
         clock_s = messages[0].clock_s
         if self._began_s is None:
@@ -127,7 +134,7 @@ class Adaptation:
         self._time_s = max(self._time_s, clock_s - self._began_s)
         if self.monitor is not None:
             self.monitor.learn([each.probed for each in messages])
-        self._agreed = self._receive_decisions(messages[0].num_bytes) if messages[0].num_bytes else []
+        self._agreed = received.decided
 
     def _receive_decisions(self, num_bytes: int) -> list[NamedDecision]:
         """Return the first worker's decisions, on all workers."""
@@ -344,6 +351,7 @@ class Adaptation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._agreed = []
         self.learning_rate_factor = state["learning_rate_factor"]
         self._began_s, self._time_s, self._asked = state["began_s"], state["time_s"], dict(state["asked"])
         self._pending = [(name, decision_from_json(decision)) for name, decision in state.get("pending", ())]
@@ -470,6 +478,14 @@ class AdaptationMessage:
         names = (field.name for field in fields(WorkerFigures))
         figures = WorkerFigures(**dict(zip(names, (name, *numbers), strict=True)))
         return cls(length, clock_s, figures, row[_MESSAGE.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedRows:
+    """The rows of all workers, and what the first one has decided."""
+
+    messages: Sequence[AdaptationMessage]
+    decided: list[NamedDecision]
 
 
 def encode_decisions(decided: Sequence[NamedDecision]) -> bytes:

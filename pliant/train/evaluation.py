@@ -55,8 +55,8 @@ class ShardedEvaluation:
     def __iter__(self) -> Iterator[Any]:
         trainer, count = self._trainer, self._trainer.replicas.count
         done: dict[int, tuple[dict[str, float], RngState]] = {}
-        shards = list(trainer.hosted)
-        trainer.begin_shards()
+        trainer.begin_shards("job.evaluate")
+        shards = trainer.share_of(range(count))
         self.is_running = True
         try:
             while True:
@@ -114,8 +114,8 @@ def _add(shards: list[dict[str, float]]) -> dict[str, float]:
 def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
     """Return what `function` returns for each replica. The replicas are dealt over the workers that there are."""
     count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
-    replicas = list(trainer.hosted)
-    trainer.begin_shards()
+    trainer.begin_shards("job.on_replicas")
+    replicas = trainer.share_of(range(count))
     while True:
         for replica in replicas:
             trainer.begin_shard(replica)
@@ -157,3 +157,22 @@ def gather(trainer: Trainer, value: Any) -> list[Any]:
         raise ConfigError(f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them") from error
     rows = trainer.together(lambda engine: engine.all_gather_bytes("outer", data), lambda: [data], "job.gather")
     return [json.loads(row) for row in rows]
+
+
+def run_on_first(trainer: Trainer, function: Callable[[], Any]) -> Any:
+    """Return what `function` returns on the first worker. It runs there once, with the random state of replica 0."""
+    trainer.begin_shards("job.on_first")
+    results: list[dict[str, Any]] = []
+
+    def run() -> dict[str, Any]:
+        if not results:
+            trainer.begin_shard(0)
+            results.append({"result": function(), "random": trainer.end_shard().to_bytes()})
+        return results[0]
+
+    def ask(engine: Engine) -> Any:
+        return spread_state(engine, run() if engine.rank == 0 else None)
+
+    found = trainer.together(ask, run, "job.on_first")
+    trainer.end_shards({0: RngState.from_bytes(found["random"])})
+    return found["result"]

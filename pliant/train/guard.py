@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from pliant.cluster import Worker
 from pliant.comm.engine import Engine
-from pliant.errors import TrainError
 from pliant.train.job_state import JobState
 from pliant.train.state_parts import SHA256, StatePart, checksum_of, digests_of, parts_of
 
@@ -57,12 +56,10 @@ class Guard:
     def _parts(self) -> Iterator[StatePart]:
         return parts_of(self._state, self._state.first_buffers)
 
-    def compare_at_end(self, engine: Engine, step: int) -> None:
-        """Compare once more when the job has done its last step. Raises TrainError if the workers differ."""
+    def compare_at_end(self, engine: Engine, step: int) -> str:
+        """Compare once more when the job has done its last step; return what is wrong, as `compare` does."""
         own = self.checksum() if self.is_on and self._state.averaging is None else 0
-        found = [int(row) for row in engine.all_gather_bytes("end", str(own).encode())]
-        if complaint := self.compare(engine, found, step):
-            raise TrainError(complaint)
+        return self.compare(engine, [int(row) for row in engine.all_gather_bytes("end", str(own).encode())], step)
 
     def compare(self, engine: Engine, found: Sequence[int], step: int) -> str:
         """Return what is wrong if the checksums differ; empty if they do not. Every worker calls this.

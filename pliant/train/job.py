@@ -33,7 +33,7 @@ from pliant.train import determinism, obstacles, trace
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
 from pliant.train.checking import StepDigests
 from pliant.train.context import restore_rng, seeded_rng
-from pliant.train.evaluation import NO_EVALUATION, ShardedEvaluation, all_reduce, gather, run_on_replicas
+from pliant.train.evaluation import NO_EVALUATION, ShardedEvaluation, all_reduce, gather, run_on_first, run_on_replicas
 from pliant.train.events import Listeners, StepCommitted, ViewChange
 from pliant.train.feeder import Feeder, NumberFeeder
 from pliant.train.gradient_probe import GradientProbe
@@ -487,7 +487,7 @@ class Job:
         It runs with the random state of replica 0, as code for rank 0 does in a DDP script. If the first worker is lost
         meanwhile, it runs on the next one. Results are numbers, strings, tensors, and lists and dicts of them.
         """
-        return self._running().on_first(function)
+        return run_on_first(self._running(), function)
 
     def on_replicas(self, function: Callable[[int], Any], *, draws: bool = True) -> list[Any]:
         """Run `function(replica)` for each of the N replicas, dealt over the workers there are, and return all results on

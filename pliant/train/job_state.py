@@ -46,7 +46,9 @@ class JobState:
         self._are_in_models = False
         """Whether the models have the buffers of replica 0, and the program may change them there."""
         self.lent: dict[str, Any] = {}
-        """Tracked states, buffers and contexts that others are given in place of the present ones."""
+        """What others are given in place of the present state (`StepStart.to_lend`)."""
+        self.answers: list[Any] = []
+        """What all workers have found together in this epoch before its first step, for those that come later."""
         self._loaded: dict[str, Any] | None = None
 
     @property
@@ -77,15 +79,23 @@ class JobState:
         return {
             "progress": [progress.epoch, progress.epoch_step, progress.step, progress.passes],
             "models": [model.state_dict() for model in self.models],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": self._optimizer_states(),
             "tracked": tracked,
             "buffers": list(self.lent.get("buffers", self.first_buffers)),
             "gradients": [reducer.carried() for reducer in self.reducers],
             "layouts": [self._layout(reducer) for reducer in self.reducers],
             "contexts": [context.to_bytes(replicas.num_loader_workers) for context in contexts],
             "data": [context.extra for context in contexts],
-            "adaptation": self.adaptation.state_dict(),
+            "answers": self.answers,
+            "adaptation": self.lent.get("adaptation") or self.adaptation.state_dict(),
         }
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        for state, options in zip(states, self.lent.get("options", ()), strict=False):
+            groups = zip(state["param_groups"], options, strict=True)
+            state["param_groups"] = [{**group, **lent} for group, lent in groups]
+        return states
 
     def _layout(self, reducer: GradientReducer) -> list[list[int]] | None:
         """Return L2 once it is in use. Under D0 return None, because a restarted DDP begins with L1 again."""
@@ -142,6 +152,7 @@ class JobState:
             for reducer, gradients in zip(self.reducers, state["gradients"], strict=True):
                 reducer.carry(gradients)
         self.progress.set(Progress(*state["progress"]))
+        self.answers = list(state.get("answers", ()))  # old checkpoints have none
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])
 

@@ -54,7 +54,10 @@ def parts_of(state: JobState, buffers: Tensors) -> Iterator[StatePart]:
     for name, thing in state.tracked.items():
         for path, value in _leaves(thing.state_dict(), ()):
             yield StatePart("tracked", " ".join((name, *path)), value)
-    replicas = state.replicas
+    replicas, adaptation = state.replicas, state.adaptation
+    if adaptation.is_active:
+        yield StatePart("tracked", "the batch size that a policy has set", adaptation.batch_size)
+        yield StatePart("tracked", "the learning rate factor that a policy has set", adaptation.learning_rate_factor)
     for replica, context in enumerate(replicas.contexts):
         data = context.to_bytes(replicas.num_loader_workers)
         yield StatePart("random", f"the random state of replica {replica}", data[:RNG_BYTES])

@@ -16,29 +16,27 @@ import contextlib
 import copy
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
 from pliant.errors import CommError, MustBeReplaced, TrainError
 from pliant.train import trace
-from pliant.train.context import ReplicaContext, RngState, capture_rng, restore_rng
+from pliant.train.context import RngState, capture_rng, restore_rng
 from pliant.train.deferred import DeferredUpdates, is_survivable
-from pliant.train.events import Listeners, Progress, StepCommitted, ViewChanges
-from pliant.train.exchange import StepExchange, StepMessage
+from pliant.train.events import Listeners, StepCommitted, ViewChanges
+from pliant.train.exchange import StepMessage
 from pliant.train.feeder import Feeder
 from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
 from pliant.train.meeting import MeetingWatch
-from pliant.train.outer_draws import Draws
-from pliant.train.pending import ParameterGroups, options_of
+from pliant.train.outer_code import OuterCode
+from pliant.train.pass_exchange import MAX_PASSES, PassExchange, PassResult, StallWatch
 from pliant.train.phases import (
     Action,
     AllConfirmed,
@@ -54,6 +52,7 @@ from pliant.train.phases import (
     Phase,
     PhaseMachine,
     ProgramEnded,
+    Report,
     RunProgram,
     StateFetched,
     StateMade,
@@ -65,35 +64,17 @@ from pliant.train.phases import (
     ViewEntered,
     ranks_behind,
 )
-from pliant.train.rendezvous import EnteredView, Left, ViewRendezvous, reclaim_state, spread_state
-from pliant.train.replicas import Blocks, Placement, ReplicaSwitch, Tensors, place_replicas
-from pliant.train.step import OWN_COUNTER, Outcome, Step, Turn, TurnRow, complaint_about, means_of
+from pliant.train.rendezvous import EnteredView, Left, ViewRendezvous, reclaim_state
+from pliant.train.replicas import Blocks, Placement, ReplicaSwitch, place_replicas
+from pliant.train.step import Outcome, Step, Turn
+from pliant.train.step_batches import Batch, StepBatches
+from pliant.train.step_start import StepStart
 from pliant.train.sync import StepTimer, SyncController
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 COMPLAINT_WAIT_S = 10.0
 """How long a worker that has found an error waits until all others have found it, too."""
-_MAX_PASSES = 1 << 16
-"""The most passes that a step may have."""
-StallWatch = Callable[[str], contextlib.AbstractContextManager[None]]
-Batch = tuple[Any, int] | tuple[()]
-"""A batch and its number of samples; nothing if the data of its replica have ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepUndo:
-    """The state of the job before a step that may have to be taken back, without what `DeferredUpdates` keeps."""
-
-    progress: Progress
-    contexts: list[ReplicaContext]
-    first_buffers: Tensors
-    adaptation: dict[str, Any]
-    tracked: dict[str, Any]
-    options: list[ParameterGroups]
-    """The options of each optimizer's groups: the program may change them before its first pass."""
-    gradients: list[Sequence[torch.Tensor | None] | None] = field(default_factory=list)
-    """With which the turns of each reducer began."""
 
 
 class Trainer:
@@ -132,48 +113,37 @@ class Trainer:
         """Whether this worker tells about the last change of view."""
         self._member, self._rendezvous, self._guard, self._listeners = member, rendezvous, guard, listeners
         self._device, self._blocks, self._follows_view = device, blocks, follows_view
-        self._stall_watch, self._loss_scale = stall_watch, loss_scale
-        self._exchange = StepExchange(state.buffers, self.replicas.num_loader_workers)
+        self._loss_scale = loss_scale
+        self._batches = StepBatches(feeder, self.replicas, self.progress, device)
+        self._outer = OuterCode(state, self._batches, device)
+        self._pass = PassExchange(state, guard, stall_watch, device)
+        self._result: PassResult | None = None
+        """What the pass leaves whose sums are here, until it counts."""
         self._timer = StepTimer()
         self._meetings = meetings
-        self._turns: list[Turn] = []
-        """The turns of the present pass that were taken here."""
-        self._orders: dict[int, list[int]] = {}
-        """For each reducer that still has its first layout, the order of replica 0's gradients in this pass."""
-        self._own_orders: dict[int, list[int]] = {}
-        """The same, where replica 0 is hosted here."""
-        self._means: dict[str, float] = {}
         self._step: Step | None = None
         """The step in progress; None between steps."""
         self._passes_in_step = 0
         self._owes_pass = False
         """Whether the program has left a step by `break` before its first pass."""
-        self._first_batch: Batch | None = None
-        """The batch of the first replica hosted here, loaded when the step began."""
-        self._batches: dict[int, Batch] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         """What each replica has kept for the next pass of this step."""
-        self._new_kept: dict[int, dict[str, Any]] = {}
-        self._step_contexts: list[ReplicaContext] = []
-        """The contexts with which the step began."""
-        self._outer: RngState | None = None
-        """The random state with which the program's own code began to run; None in turns."""
-        self._draws: Draws | None = None
-        """What the program drew in this step before its first pass."""
-        self._draws_checksum = 0
         self._is_new_view = False
         """Whether nothing was exchanged in this view yet. New workers have not drawn what the others have."""
-        self._step_start: StepUndo | None = None
-        self._undo: StepUndo | None = None
+        self._step_start: StepStart | None = None
+        self._undo: StepStart | None = None
         """What to go back to: the start of the step in progress, and of the step whose sums were last deferred."""
         self._fetched: Handle | None = None
         self._writes_first = False
         """Whether the program changes parameters before the first pass of its steps."""
         self._versions = 0
-        self._dealt = -1
         self._reported_view = self._last_pass_in = -1
         """The views in which this worker has last reported a step, and in which it has done its last pass."""
         self._left_early = False
+        """Whether the program has left a loop over the step in progress before its last turn."""
+        self._loop_of: int | None = None
+        """The epoch in which the program has begun a loop over the steps."""
+        self._answers_read = 0
         self._joins_late = False
         """Whether the others have run the program's code before this step already. What this worker does there is
         dropped."""
@@ -204,35 +174,20 @@ class Trainer:
         if planned is None and had_view:
             for reducer in self.reducers:
                 reducer.halt()
-        draws = None
-        if self._is_before_pass:  # these draws follow the loading of batches, and are noted when the pass begins
-            draws = Draws.between(self._outer, capture_rng(self._device)) if self._outer is not None else None
-        elif had_view:
-            self._note_draws()
+        if had_view:
+            self._outer.note_draws()
+        runs_program = self._outer.is_running or not had_view  # else it takes turns, or evaluates shards
         since_s = (self._step_ended_s or time.monotonic()) if planned is not None else self._lost_s
-        self.state.lent = self._start_to_lend()
-        try:
-            entered = self._rendezvous.enter(planned, self.phases.report)
-        finally:
-            self.state.lent = {}
+        entered = self._rendezvous.enter(planned, self._report_and_lend())
         if entered.made_state:
             self._handle(StateMade(self.progress.passes))
-        reports = tuple(report.of_phases for report in entered.reports)
-        behind = ranks_behind(reports)
         placement = self._place(entered.engine)
-        arrived = ViewEntered(reports, len(placement.hosted))
         try:
-            if entered.engine.rank in behind:
-                action = self._handle(arrived)
-                if isinstance(action, FetchState):
-                    self._rendezvous.share_state(entered)
-                    action = self._handle(StateFetched(self.progress.passes))
-            else:
-                if behind:
-                    self._rendezvous.share_state(entered)
-                action = self._handle(arrived)
+            action, has_newcomers = self._share_state(entered, placement)
         except CommError as error:
             return self._lost(error)
+        finally:
+            self.state.lent = {}
         self._fetched = self._rendezvous.report_fetched(entered)
         if not had_view:
             self._joins_late = not entered.started_job or self.progress.epoch_step > 0
@@ -240,18 +195,37 @@ class Trainer:
         if had_view:
             self.changes.begin(since_s, old_size, not entered.was_planned)
         if self.turn is None and isinstance(action, RunProgram):
-            self._run_outer_code(loads=self._is_before_pass)
-            if draws is not None and self._outer is not None:
-                restore_rng(draws.apply(self._outer), self._device)
-            if behind or (entered.was_planned and self._writes_first):
+            if runs_program:
+                self._outer.begin()
+            if has_newcomers or (entered.was_planned and self._writes_first):
                 # The program may change what new workers read.
                 return self._await_newcomers() or action
         return action
 
-    @property
-    def _is_before_pass(self) -> bool:
-        """Whether the program's own code runs at the beginning of a step, before its first pass."""
-        return self._step is not None and not self._passes_in_step
+    def _report_and_lend(self) -> Report:
+        """Return this worker's report for the next view. What it lends is the state with which the step in progress began,
+        if others can begin with it: the program may have changed tracked objects and options before the first pass."""
+        report, start = self.phases.report, self._step_start
+        if self._step is None or start is None or start.progress.passes != self.phases.passes:
+            return report
+        self.state.lent = start.to_lend()
+        has_written = self._count_writes() != self._versions  # parameters are not kept
+        return replace(report, in_step=report.in_step or has_written)
+
+    def _share_state(self, entered: EnteredView, placement: Placement) -> tuple[Action, bool]:
+        """Take part in giving everybody the newest state. Return what to do next, and whether a worker lacked it."""
+        reports = tuple(report.of_phases for report in entered.reports)
+        arrived, behind = ViewEntered(reports, len(placement.hosted)), ranks_behind(reports)
+        if entered.engine.rank in behind:
+            action = self._handle(arrived)
+            if isinstance(action, FetchState):
+                self._rendezvous.share_state(entered)
+                action = self._handle(StateFetched(self.progress.passes))
+        else:
+            if behind:
+                self._rendezvous.share_state(entered)
+            action = self._handle(arrived)
+        return action, bool(behind)
 
     def _place(self, engine: Engine) -> Placement:
         size = engine.view.size
@@ -263,7 +237,8 @@ class Trainer:
         self.engine, self.announces = engine, entered.announces
         self._deal_to_view()
         self.hosted = placement.hosted
-        self._exchange.enter_view(engine, placement)
+        self._batches.enter_view(placement.hosted)
+        self._pass.enter_view(engine, placement)
         for reducer in self.reducers:
             if changed and not self.state.keeps_layout:
                 reducer.use_layout(None)
@@ -275,7 +250,6 @@ class Trainer:
         self.trace_engine()
         self.adaptation.enter_view(engine)
         self._guard.enter_view()
-        self._first_batch, self._batches, self._dealt = None, {}, -1
         self._is_new_view = True
         if not entered.was_planned:
             self._member.settled()
@@ -356,52 +330,38 @@ class Trainer:
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are left of this epoch."""
+        self._close_step()
         epoch = self.progress.epoch
-        self._dealt = -1
+        if self._loop_of == epoch and not self.is_taken_back:
+            raise TrainError(
+                f"a second loop over the steps of epoch {epoch}: an epoch has one, whose batches are loaded once. For another "
+                "round over the data, let job.epochs run longer"
+            )
+        self._loop_of = epoch
+        self._batches.forget()
         while self._begin_step(epoch):
-            self._step = Step(self, self.progress.step, epoch, self.progress.epoch_step)
+            step = self._step = Step(self, self.progress.step, epoch, self.progress.epoch_step)
             try:
-                yield self._step
+                yield step
             except GeneratorExit:
-                self._leave_step()
+                if self._step is step:
+                    self._leave_step()
                 raise
+            if self._step is not step:
+                raise TrainError(f"step {step.number} is over: a loop over the steps was begun in its body")
             self._end_step()
 
     def _begin_step(self, epoch: int) -> bool:
         """Enter the right view and begin a step; return False if the epoch is over."""
         self.settle()
         while True:
-            if self.phases.wants_view:
-                self.wait_for_sums()  # in another view they would never come
-            if self.phases.phase is Phase.TAKEN_BACK:
-                self._undo_step()
-            elif self._joins_late:
-                self._joins_late, self._outer = False, None
-                self.state.reload()
-                self._deal_to_view()
-            else:
-                self._note_draws()
-            self.state.forget_loaded()
-            self._perform(self._handle(StepAsked()))
+            self._ask_for_step()
             if self.is_taken_back or self.phases.is_lost:
                 continue
             if self.progress.epoch != epoch:
                 return False  # the others had finished it before they gave us their state
-            if self._dealt != self.replicas.times_dealt:
-                self._host()
-            if self.feeder.has_more(self.hosted):
-                self._batches, self._draws = {}, None
-                self._step_contexts = list(self.replicas.contexts)
-                self._remember_start()
-                self.adaptation.begin_epoch()
-                self._run_outer_code(loads=True)
-                if self._first_batch:
-                    self._versions = self._count_writes()
-                    return True
-                if not self.wait_for_sums():
-                    continue
-                self._pass_over(ended=True)  # so that all workers know, whichever replicas they host
-                self._batches, self._first_batch, self._passes_in_step = {}, None, 0
+            if self._load_step():
+                return True
             if not self.wait_for_sums() or self._await_newcomers() is not None:
                 continue
             if self.sync.may_defer:
@@ -409,35 +369,57 @@ class Trainer:
                 self.together(lambda _: None, lambda: None, "the end of an epoch")
             return False
 
-    def _host(self) -> None:
-        """Load for the replicas hosted here, from where the step begins."""
-        contexts = self._step_contexts if self._passes_in_step else self.replicas.contexts
-        streams = {
-            replica: self.replicas.position_in(contexts[replica], self.progress.epoch) for replica in self.hosted
-        }
-        self.feeder.host(streams, self.replicas.count, self.replicas.loading)
-        self._dealt = self.replicas.times_dealt
-        if self._passes_in_step:
-            for replica in self.hosted:
-                restore_rng(contexts[replica].random, self._device)
-                self._batches[replica] = self._load(replica)
+    def _ask_for_step(self) -> None:
+        """Settle what the program did before this step, and enter another view if there is one."""
+        if self.phases.wants_view:
+            self.wait_for_sums()  # in another view they would never come
+        if self.is_taken_back:
+            self._undo_step()
+        elif self._joins_late:
+            self._joins_late = False
+            self._outer.drop()
+            self.state.reload()
+            self._deal_to_view()
+        else:
+            self._outer.note_draws()
+        self.state.forget_loaded()
+        self._perform(self._handle(StepAsked()))
 
-    def _load(self, replica: int) -> Batch:
-        """Return the next batch of a replica, whose random state is in force."""
-        try:
-            return self.feeder.next(replica), self.feeder.last_size(replica)
-        except StopIteration:
-            return ()
+    def _load_step(self) -> bool:
+        """Load what the step begins with; return False if there are no more data."""
+        if not self._batches.begin_step():
+            self._batches.end_step()
+            return False
+        self._outer.begin_step()
+        if self.sync.may_defer and self._member.elastic:
+            self._step_start = StepStart.of(self.state)
+        self.adaptation.begin_epoch()
+        self._outer.begin()
+        batch, _ = self._batches.load(self.hosted[0])
+        self._left_early = False
+        if batch:
+            self._versions = self._count_writes()
+            return True
+        if self.wait_for_sums():
+            self._pass_over()  # so that all workers know, whichever replicas they host
+            self._end_batches()
+        return False
 
     def _count_writes(self) -> int:
         return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
 
     def _leave_step(self) -> None:
         """The program leaves its loop early. A step with a pass counts; else its batches are passed over later."""
-        if self._passes_in_step:
+        if self._passes_in_step and not self._left_early:
             self._end_step()
         else:
             self._owes_pass = self._step is not None
+
+    def _close_step(self) -> None:
+        """Leave a step that an iterator keeps open, which the program has abandoned."""
+        if self._step is not None and not self._owes_pass:
+            self._leave_step()
+        self.settle()
 
     def settle(self) -> None:
         """Do what is left to do of a step that the program has left."""
@@ -447,6 +429,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         """Commit the step: the program has come back from its body."""
+        self.check_outer("the end of a step")
         step, self._step = self._step, None
         self._step_ended_s = time.monotonic()
         if step is None or self.phases.phase is Phase.TAKEN_BACK:
@@ -455,7 +438,7 @@ class Trainer:
             self._pass_over()
         if self.is_taken_back or (self.adaptation.has_decided and not self.wait_for_sums()):
             return  # decisions wait until the step surely counts
-        self._batches, self._first_batch, self._passes_in_step, self._kept = {}, None, 0, {}
+        self._end_batches()
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self._reported_view != self._last_pass_in == self._member.entered:
@@ -468,12 +451,13 @@ class Trainer:
         try:
             self.adaptation.end_step()
         except CommError as error:
-            self._perform_later(self._lost(error))
-        self._note_draws()  # a checkpoint of this step has them
+            self._lost(error)  # the machine remembers it
+        self._outer.note_draws()  # a checkpoint of this step has them
         self._tell_listeners()
 
-    def _perform_later(self, action: Action) -> None:
-        assert isinstance(action, RunProgram), "the program runs, and the machine remembers the loss"
+    def _end_batches(self) -> None:
+        self._batches.end_step()
+        self._passes_in_step, self._kept = 0, {}
 
     def _tell_listeners(self) -> None:
         if self._listeners.commit:
@@ -498,7 +482,11 @@ class Trainer:
         if step is not self._step:
             raise TrainError(f"step {step.number} is over: iterate over it in its own body of the loop")
         if self.turn is not None:
-            raise TrainError(f"step {step.number}: a loop over the step inside of a loop over the step")
+            raise TrainError(
+                f"step {step.number}: `for ... in step:` inside of another `for ... in step:`. Write the loops one after the "
+                "other"
+            )
+        self.check_outer(f"a loop over step {step.number}")
         if self.is_taken_back:
             return
         self._begin_pass()
@@ -519,8 +507,7 @@ class Trainer:
             for reducer in self.reducers:
                 reducer.end_turns()
         if not self.is_taken_back:
-            step.means |= self._means
-            self._run_outer_code()
+            self._outer.begin()
 
     def running_turn(self, what: str) -> Turn:
         if self.turn is None:
@@ -537,15 +524,11 @@ class Trainer:
 
     def _begin_pass(self) -> None:
         """Begin a pass, before its first turn. (Turns that are taken again begin with `_begin_turn`.)"""
-        self._left_early = False
         if self._passes_in_step:
-            self._note_draws()
             self.sync.stop_deferring()
         else:
-            self._draws = self._draws_so_far()
             self._writes_first = self._writes_first or self._count_writes() != self._versions
-        self._outer = None
-        self.state.keep_first_buffers()
+        self._outer.end()
         cleared = self.deferred.cleared
         if cleared is None or self.phases.is_lost:
             self.wait_for_sums()
@@ -559,39 +542,31 @@ class Trainer:
             self._begin_turns()
         replica = self.hosted[slot]
         self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
-        context = self.replicas.contexts[replica]
         for reducer in self.reducers:
             reducer.begin_turn(slot)
-        if self._passes_in_step:
-            self.replica_switch.restore(context, self.state.first_buffers)
-        elif slot == 0 and self._first_batch is not None:
-            self._batches[replica], self._first_batch = self._first_batch, None  # its random state is in force
-            if not self.state.sync_buffers:
-                self.replica_switch.restore_buffers(context, self.state.first_buffers)
-        else:
-            self.replica_switch.restore(context, self.state.first_buffers)
-            self._batches[replica] = self._load(replica)
-            if self._draws is not None:
-                restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
-        batch = self._batches[replica]
+        batch = self._restore(replica)
         if self.changes.is_ending:
             self.changes.end(self.progress.step, self.size)
         self._timer.begin_turn(self.deferred.waits.seconds)
         self.reducers[0].record_samples(batch[1] if batch else 0, self._loss_scale)
         return batch
 
+    def _restore(self, replica: int) -> Batch:
+        """Load the batch of a replica, and go on with its context."""
+        batch, _ = self._batches.load(replica)
+        context = self.replicas.contexts[replica].with_random(self._outer.random_of(replica))
+        self.replica_switch.restore(context, self.state.first_buffers)
+        return batch
+
     def _begin_turns(self) -> None:
         """Begin the turns of a pass, for the first time or again in another view."""
         engine = self._current_engine()
-        self._turns, self._own_orders = [], {}
-        self._exchange.clear()
-        if self._dealt != self.replicas.times_dealt:
-            self._host()
+        self._pass.clear()
         if self.averaging is not None:
             try:
                 self.averaging.begin(self.progress.step)
             except CommError as error:
-                self._perform_later(self._lost(error))
+                self._lost(error)  # the machine remembers it
         self.sync.begin_step(engine)
         self.reducers[0].begin_step(self.progress.step)
         if trace.enabled() and self._timer.began_s:
@@ -617,243 +592,102 @@ class Trainer:
         elif turn.outcome is Outcome.SKIPPED and not turn.is_last:
             for reducer in self.reducers:
                 reducer.contribute_zeros()
-        self._keep_context(turn)
+        self._pass.add(turn, self.feeder.stream(turn.replica), self.replica_switch)
         return self._handle(TurnTaken())
 
-    def _keep_context(self, turn: Turn) -> None:
-        buffers, switch = self.state.buffers, self.replica_switch
-        own = b"" if self.state.sync_buffers else bytes(buffers.pack(switch.capture_buffers()).numpy())
-        stream = self.feeder.stream(turn.replica)
-        self._exchange.new_contexts[turn.replica] = ReplicaContext(switch.capture_random(), stream, own)
-        if turn.replica == 0:
-            self._exchange.new_buffers = switch.capture_buffers()
-            self._own_orders = {
-                number: list(reducer.ready_order)
-                for number, reducer in enumerate(self.reducers)
-                if reducer.waits_for_order
-            }
-        self._turns.append(turn)
-
-    def _pass_over(self, *, ended: bool = False) -> None:
-        """Take the batches of a step that the program has left without a pass: with DDP they are loaded, too. If the data
-        have `ended` here, tell all workers."""
+    def _pass_over(self) -> None:
+        """Take the batches of a step that the program has left without a pass: with DDP they are loaded, too."""
 
         def exchange() -> Action:
-            self._turns = []
-            self._exchange.clear()
-            if self._dealt != self.replicas.times_dealt:
-                self._host()
+            self._pass.clear()
             for slot, replica in enumerate(self.hosted):
-                if slot == 0 and self._first_batch is not None:
-                    batch, self._first_batch = self._first_batch, None
-                else:
-                    self.replica_switch.restore(self.replicas.contexts[replica], self.state.first_buffers)
-                    batch = self._load(replica)
-                    if self._draws is not None:
-                        restore_rng(self._draws.apply(capture_rng(self._device)), self._device)
-                outcome = Outcome.PASSED_OVER if batch else Outcome.NO_DATA
-                self._keep_context(Turn(replica, slot, slot == len(self.hosted) - 1, outcome))
+                outcome = Outcome.PASSED_OVER if self._restore(replica) else Outcome.NO_DATA
+                turn = Turn(replica, slot, slot == len(self.hosted) - 1, outcome)
+                self._pass.add(turn, self.feeder.stream(replica), self.replica_switch)
             return self._exchange_turns()
 
         if not self.wait_for_sums():
             return
-        if not ended:
-            self._draws = self._draws_so_far()
-        self._outer = None
-        self.state.keep_first_buffers()
+        self._outer.end()
         self._perform(self._handle(PassBegun(has_turns=False)), exchange, f"step {self.progress.step}")
         if not self.is_taken_back:
-            self._run_outer_code()
+            self._outer.begin()
 
     # --- what travels with a pass ---
 
     def _exchange_turns(self) -> Action:
         """Sum the gradients, and send everybody what the next pass depends on."""
-        engine, contexts, is_first = self._current_engine(), self.replicas.contexts, not self._passes_in_step
-        began_s, alone = time.monotonic(), engine.view.size == 1
+        engine, is_first_pass, began_s = self._current_engine(), not self._passes_in_step, time.monotonic()
         checksum = 0
-        if is_first and self._guard.is_due(self.progress.step, engine.view.size):
+        if is_first_pass and self._guard.is_due(self.progress.step, engine.size):
             self.deferred.flush()
             if self.deferred.lost is not None:
                 return self._take_back()
             checksum = self._guard.checksum()
         message = StepMessage(
-            self.progress.step * _MAX_PASSES + self._passes_in_step,
+            self.progress.step * MAX_PASSES + self._passes_in_step,
             self._member.prepared,
             self.sync.proposed,
             self._timer.last,
-            self.adaptation.pack_row() if is_first else b"",
-            [turn.pack() for turn in self._turns],
-            0 if self._is_new_view else self._draws_checksum,
+            self.adaptation.pack_row(),
+            self._pass.rows,
+            0 if self._is_new_view else self._outer.checksum,
             checksum,
         )
-        if alone:
-            messages = [message]
-        else:
-            self._exchange.send(message, contexts)
-            with self._stall_watch(f"the turns of step {self.progress.step}"):
-                messages = self._exchange.receive(contexts, self.adaptation.row_size if is_first else 0)
+        result = self._result = self._pass.run(message, shares_kept=self._member.elastic)
         self._is_new_view = False
-        rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
-        complaint = (
-            self._complaint_about_places(messages)
-            or complaint_about(rows, self.progress.step)
-            or self._complaint_about_workers(messages)
-        )
-        if complaint:
-            if not alone:
-                with contextlib.suppress(CommError):  # whoever ends before the others know would be taken for lost
-                    engine.barrier("complaint", timeout_s=COMPLAINT_WAIT_S)
-            return self._handle(SumsArrived(complaint))
-        awaited = self._wait_for_sums_of(rows, is_alone=alone)
-        self._share_kept(rows, engine)
-        if is_first:
-            self.sync.apply_decision(messages[0].sync_config, [each.measured for each in messages], engine.rank)
-            self.adaptation.read_rows([each.figures for each in messages])
-        self._means = means_of(rows)
-        agreed = min(each.prepared for each in messages)
-        if agreed == max(each.prepared for each in messages) and agreed > self._member.entered:
-            self._handle(ChangeAgreed(agreed))
+        if result.complaint:
+            return self._complain(result.complaint)
+        if result.agreed_view > self._member.entered:
+            self._handle(ChangeAgreed(result.agreed_view))
         ended_s = time.monotonic()
         self.deferred.waits.add(began_s, ended_s)
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
-        if awaited is not None:
+        if result.awaited is not None:
             gradients = [reducer.bases for reducer in self.reducers]
             self._undo = replace(self._step_start, gradients=gradients) if self._step_start is not None else None
-            self.sync.defer_updates(awaited)
-        return self._handle(SumsArrived(for_sure=alone or awaited is not None))
+            self.sync.defer_updates(result.awaited)
+        return self._handle(SumsArrived(for_sure=engine.size == 1 or result.awaited is not None))
 
-    def _wait_for_sums_of(self, rows: Sequence[TurnRow], *, is_alone: bool) -> Any:
-        """Wait for the sums of all models that got gradients; or return those that are waited for where they are used."""
-        models = 0
-        for row in rows:
-            models |= row.models
-        if all(row.outcome is Outcome.LOGGED for row in rows):
-            return None
-        if not models and len(self.reducers) == 1 and any(row.outcome is Outcome.SKIPPED for row in rows):
-            models = 1  # all replicas contribute zeros
-        reducers = [reducer for number, reducer in enumerate(self.reducers) if models >> number & 1]
-        if self._turns[-1].outcome is Outcome.SKIPPED:
-            for reducer in reducers:
-                reducer.contribute_zeros()
-        with self._stall_watch(f"the sums of step {self.progress.step}"):
-            if reducers and not is_alone and reducers[0].are_deferred:
-                return reducers[0].pending_sums()
-            for reducer in reducers:
-                reducer.wait()
-            if self.averaging is not None:
-                self.averaging.wait()
-            self._orders = {}
-            for number, reducer in enumerate(self.reducers):
-                if reducer in reducers and reducer.waits_for_order:
-                    order = self._own_orders.get(number, [])
-                    if not is_alone:
-                        order = self._exchange.share_order(f"order:{number}", order, len(reducer.parameters))
-                    if len(set(order)) == len(reducer.parameters):  # else replica 0 has skipped its turn
-                        self._orders[number] = order
-        return None
-
-    def _share_kept(self, rows: Sequence[TurnRow], engine: Engine) -> None:
-        """Give every worker what the replicas have kept: after a loss it may host any of them."""
-        if not any(row.keeps for row in rows):
-            self._new_kept = {}
-            return
-        own = {turn.replica: turn.kept for turn in self._turns}
-        self._new_kept = own
-        if engine.size > 1 and self._member.elastic:
-            self._new_kept = {}
-            for rank in range(engine.size):
-                found = spread_state(engine, own if engine.rank == rank else None, rank)
-                self._new_kept |= cast(dict[int, dict[str, Any]], found)
-            self._new_kept |= own
+    def _complain(self, complaint: str) -> Action:
+        """End the job with an error that every worker has found."""
+        engine = self._current_engine()
+        if engine.size > 1:
+            with contextlib.suppress(CommError):  # whoever ends before the others know would be taken for lost
+                engine.barrier("complaint", timeout_s=COMPLAINT_WAIT_S)
+        return self._handle(SumsArrived(complaint))
 
     def kept_by(self, replica: int) -> dict[str, Any]:
-        """Return what a replica has kept in this step, on this worker's device."""
-        kept: dict[str, Any] = tree_map_only(
-            torch.Tensor, lambda each: each.to(self._device), self._kept.get(replica, {})
-        )
-        return kept
-
-    def _complaint_about_places(self, messages: Sequence[StepMessage]) -> str:
-        """Return which workers are at different places of the program; empty if all are in the same pass."""
-        engine = self._current_engine()
-        if len({each.number for each in messages}) == 1:
-            return ""
-        one = next(rank for rank, each in enumerate(messages) if each.number != messages[0].number)
-        places = [divmod(messages[rank].number, _MAX_PASSES) for rank in (0, one)]
-        here, there = (
-            f"{engine.view.workers[rank]} is in pass {number + 1} of step {at}"
-            for rank, (at, number) in zip((0, one), places, strict=True)
-        )
-        return f"{here}, but {there}: all workers must iterate over a step equally often. {OWN_COUNTER}"
-
-    def _complaint_about_workers(self, messages: Sequence[StepMessage]) -> str:
-        """Return in what the workers differ that must be the same everywhere; empty if they do not."""
-        engine, step = self._current_engine(), self.progress.step
-        if self._guard.is_on and len({each.draws for each in messages}) > 1:
-            one = next(rank for rank, each in enumerate(messages) if each.draws != messages[0].draws)
-            return (
-                f"before the pass of step {step} the workers {engine.view.workers[0]} and {engine.view.workers[one]} drew "
-                "different amounts of random numbers outside of turns: let all workers run the same code, or draw from a "
-                "generator of your own (torch.Generator, random.Random)"
-            )
-        return self._guard.compare(engine, [each.checksum for each in messages], step)
+        """Return what a replica has kept in this step."""
+        return self._kept.get(replica, {})
 
     def _count_pass(self) -> None:
         """Keep what the pass leaves: it counts."""
-        new = self._exchange
-        contexts = list(self.replicas.contexts)
-        for replica, context in new.new_contexts.items():
-            contexts[replica] = context
-        self.replicas.contexts = contexts
-        if new.new_buffers is not None:
-            self.state.use_first_buffers(new.new_buffers, are_in_models=self.hosted == range(1))
-        for number, order in self._orders.items():
-            self.reducers[number].rebuild(order)
-        self._orders = {}
+        result, self._result = self._result, None
+        self.progress.passes, self._outer.checksum = self.phases.passes, 0
         for reducer in self.reducers:
             reducer.end_pass()
-        if self._turns:
-            self._passes_in_step += 1
-        self._turns, self._draws_checksum = [], 0
-        for replica, values in self._new_kept.items():
+        if result is None:
+            return  # it had no turns
+        contexts = list(self.replicas.contexts)
+        for replica, context in result.contexts.items():
+            contexts[replica] = context
+        self.replicas.contexts = contexts
+        self._batches.move_past(range(len(contexts)))
+        if result.buffers is not None:
+            self.state.use_first_buffers(result.buffers, are_in_models=self.hosted == range(1))
+        for number, order in result.orders.items():
+            self.reducers[number].rebuild(order)
+        self.sync.apply_decision(result.messages[0].sync_config, [each.measured for each in result.messages], self.rank)
+        if result.adaptation is not None:
+            self.adaptation.learn(result.adaptation)
+        for replica, values in result.kept.items():
             self._kept[replica] = {**self.kept_by(replica), **values}
-        self._new_kept = {}
-        self.progress.passes = self.phases.passes
-        new.clear()
-
-    def _run_outer_code(self, *, loads: bool = False) -> None:
-        """Load the buffers of replica 0 and the random state of the first replica hosted here: the program's own code
-        runs with them. When a step begins, that replica's batch is loaded first, as with DDP."""
-        if not self.hosted or not self.replicas.contexts:
-            return
-        first = self.hosted[0]
-        random = self.replicas.contexts[first].random
-        restore_rng(random, self._device)
-        self.state.show_first_buffers()
-        if loads:
-            if self._dealt != self.replicas.times_dealt:
-                self._host()
-            self._first_batch = self._load(first)
-            random = capture_rng(self._device)
-        self._outer = random
-
-    def _note_draws(self) -> None:
-        """Move the generators of all replicas as far as the program's own code has moved those in force."""
-        draws = self._draws_so_far()
-        if draws is not None:
-            self.replicas.contexts = [each.with_random(draws.apply(each.random)) for each in self.replicas.contexts]
-            self._outer = draws.after
-
-    def _draws_so_far(self) -> Draws | None:
-        """Return what the program's own code has drawn."""
-        if self._outer is None:
-            return None
-        draws = Draws.between(self._outer, capture_rng(self._device))
-        if draws is not None:
-            self._draws_checksum = zlib.crc32(repr((self._draws_checksum, draws.counts)).encode())
-        return draws
+        if self._step is not None:
+            self._step.means |= result.means
+        self._passes_in_step += 1
+        self._pass.clear()
 
     # --- deferred updates ---
 
@@ -875,71 +709,65 @@ class Trainer:
             reducer.fill_missing()
         return self._handle(StepTakenBack(str(error)))
 
-    def _remember_start(self) -> None:
-        """Remember the state before a step that may have to be taken back."""
-        if not (self.sync.may_defer and self._member.elastic):
-            return
-        adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
-        tracked = {name: copy.deepcopy(each.state_dict()) for name, each in self.state.tracked.items()}
-        options = [options_of(optimizer) for optimizer in self.state.optimizers]
-        self._step_start = StepUndo(
-            replace(self.progress), self.replicas.contexts, self.state.first_buffers, adaptation, tracked, options
-        )
-
-    def _start_to_lend(self) -> dict[str, Any]:
-        """Return in what the state with which the step in progress began differs from the present one, if others can
-        begin with it: the program may have changed tracked objects before the first pass."""
-        start = self._step_start
-        if self._step is None or start is None or start.progress.passes != self.phases.passes:
-            return {}
-        return {"tracked": start.tracked, "buffers": start.first_buffers, "contexts": start.contexts}
-
     def _undo_step(self) -> None:
         """Go back to the state before the step that was taken back."""
         undo, self._undo = self._undo, None
         assert undo is not None, "it was remembered"
-        self.progress.set(undo.progress)
-        self.replicas.contexts = undo.contexts
-        self.state.use_first_buffers(undo.first_buffers)
-        if undo.adaptation:
-            self.adaptation.load_state_dict(undo.adaptation)
         self.deferred.undo_step()
-        for reducer, gradients in zip(self.reducers, undo.gradients, strict=True):
-            reducer.carry(gradients)
-        for name, saved in undo.tracked.items():
-            self.state.tracked[name].load_state_dict(saved)
-        for optimizer, groups in zip(self.state.optimizers, undo.options, strict=True):
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
-        self._exchange.clear()
-        self._outer, self._dealt, self._passes_in_step = None, -1, 0
+        undo.restore(self.state)
+        self._pass.clear()
+        self._result, self._loop_of, self._left_early = None, None, False
+        self._outer.drop()
+        self._batches.forget()
+        self._end_batches()
 
     # --- what all workers do together, outside of steps ---
 
     def together(self, ask: Callable[[Engine], T], alone: Callable[[], T], place: str) -> T:
         """Return what `ask` returns; `place` says in an error where the program is. All workers call this at the same
-        place of their program; if one is lost, the others ask again in a new view, so that all get an answer. In a step
-        that was taken back, or with a single worker, return what `alone` does."""
+        place of their program; if one is lost, the others ask again in a new view, so that all get an answer.
+
+        A new worker that runs the program's code before its first step gets the answers that the others got there. Where
+        there are none, in a step that is taken back, or with a single worker, return what `alone` does.
+        """
         if self.turn is not None:
             raise TrainError(
                 f"{place} in the turn of replica {self.turn.replica}: all workers must call it together, after the loop over "
                 "the step. To average a number over the replicas, use step.log in the turn"
             )
+        self.check_outer(place)
         self.settle()
+        if self.has_answer:
+            self._answers_read += 1
+            answer: T = copy.deepcopy(self.state.answers[self._answers_read - 1])
+            return answer
+        if self._joins_late or not self.wait_for_sums():
+            return alone()  # the others do not take part: here the program runs without effect
         answers: list[T] = []
 
         def exchange() -> Action:
+            self._result = None
             answers.append(ask(self._current_engine()) if self.size > 1 else alone())
             return self._handle(SumsArrived(for_sure=self.size == 1))
 
-        if self._joins_late or not self.wait_for_sums():
-            return alone()  # the others do not take part: here the program runs without effect
         self._perform(self._handle(PassBegun(has_turns=False)), exchange, place)
-        return answers[-1] if not self.is_taken_back else alone()
+        if self.is_taken_back:
+            return alone()
+        if self._step is None and self.progress.epoch_step == 0:
+            self.state.answers.append(copy.deepcopy(answers[-1]))
+        return answers[-1]
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the next thing that all workers do together has been done by the others already."""
+        return self._joins_late and self._answers_read < len(self.state.answers)
 
     def share_of(self, shards: Sequence[int]) -> list[int]:
-        """Return which of these shards this worker takes: all, where the others do not take part."""
-        return list(shards if self._joins_late or self.is_taken_back else shards[self.rank :: self.size])
+        """Return which of these shards this worker takes: those of the replicas hosted here, or all of them where the
+        others do not take part."""
+        if self.has_answer:
+            return []
+        return [shard for shard in shards if shard in self.hosted or self._joins_late or self.is_taken_back]
 
     @property
     def in_step(self) -> bool:
@@ -954,78 +782,56 @@ class Trainer:
     def rank(self) -> int:
         return self.engine.rank if self.engine is not None else 0
 
-    def begin_shards(self) -> None:
+    def begin_shards(self, what: str) -> None:
         """Begin an evaluation, in which every replica has its shard."""
-        if self.turn is not None:
-            raise TrainError("job.evaluate in a turn: evaluate outside of the loop over a step")
+        self.check_outer(what)
         self.settle()
         self.wait_for_sums()
-        self._note_draws()
-        self.state.keep_first_buffers()
-        self._outer = None
-        if self._is_before_pass:
-            self._first_batch, self._dealt = None, -1  # the batches of this step are loaded afterwards
+        self._outer.end()
 
     def begin_shard(self, replica: int) -> None:
-        restore_rng(self.replicas.contexts[replica].random, self._device)
+        restore_rng(self._outer.random_of(replica), self._device)
 
     def end_shard(self) -> RngState:
         return capture_rng(self._device)
 
     def end_shards(self, states: dict[int, RngState]) -> None:
-        """End an evaluation: every replica goes on from the state after its shard."""
-        contexts = self.replicas.contexts
+        """End an evaluation: each of these replicas goes on from the state after its shard."""
         self.replicas.contexts = [
-            each.with_random(states[replica]) if replica in states else each for replica, each in enumerate(contexts)
+            each.with_random(states[replica]) if replica in states else each
+            for replica, each in enumerate(self.replicas.contexts)
         ]
-        if self._is_before_pass:
-            self._step_contexts = self.replicas.contexts
-            self._first_batch, self._dealt = None, -1  # a change of view may have loaded one meanwhile
-        self._run_outer_code(loads=self._is_before_pass)
-
-    def on_first(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns on the first worker. It runs there with the random state of replica 0."""
-        self.begin_shards()
-
-        def run() -> dict[str, Any]:
-            self.begin_shard(0)
-            return {"result": function(), "random": self.end_shard().to_bytes()}
-
-        def ask(engine: Engine) -> Any:
-            return spread_state(engine, run() if engine.rank == 0 else None)
-
-        found = self.together(ask, run, "job.on_first")
-        self.end_shards({0: RngState.from_bytes(found["random"])})
-        return found["result"]
+        self._batches.move_past(states.keys())
+        self._outer.begin()
 
     def end_epoch(self, epoch: int) -> None:
         """The program has come to the end of an epoch."""
-        self.settle()
+        self._close_step()
         if self.progress.epoch == epoch and self.wait_for_sums():
             self.progress.epoch += 1
             self.progress.epoch_step = 0
+            self._loop_of, self.state.answers, self._answers_read = None, [], 0
 
     def finish(self) -> None:
         """Leave once every worker has the last step: until then one of them may need this worker's state."""
-        self.settle()
+        self._close_step()
 
-        def meet(engine: Engine) -> None:
-            self._guard.compare_at_end(engine, self.progress.step)
-            engine.barrier("finish")
+        def exchange() -> Action:
+            engine, self._result = self._current_engine(), None
+            if self.size > 1:
+                if complaint := self._guard.compare_at_end(engine, self.progress.step):
+                    return self._complain(complaint)
+                engine.barrier("finish")
+            return self._handle(SumsArrived(for_sure=self.size == 1))
 
-        if self.size > 1:
+        if self.size > 1 and not self._joins_late and self.wait_for_sums():
             try:
-                self.together(meet, lambda: None, "the end of the last epoch")
+                self._perform(self._handle(PassBegun(has_turns=False)), exchange, "the end of the last epoch")
             except Left:
                 if not self._member.over:
                     raise
                 return  # another worker has passed the barrier, so all of them have the last step
         self._handle(ProgramEnded())
-
-    @property
-    def step_times(self) -> tuple[float, float]:
-        """Seconds since the step in progress began, and how many of them the replicas hosted here computed."""
-        return time.monotonic() - self._timer.began_s, self._timer.compute_s
 
     def check_outer(self, what: str) -> None:
         """Raise TrainError if `what` is called where it does not belong: in a turn, or after a loop that was left."""
@@ -1036,8 +842,8 @@ class Trainer:
             )
         if self._left_early:
             raise TrainError(
-                f"{what} in step {self.progress.step}, whose loop was left before all replicas had their turn: "
-                "use step.skip() and go on, or break out of the outer loop"
+                f"{what} in step {self.progress.step}, whose loop was left before all replicas had their turn, by break, "
+                "return or an error: let every replica have its turn, and call step.skip() where it contributes nothing"
             )
 
 

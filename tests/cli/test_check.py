@@ -150,8 +150,8 @@ def test_bad_programs_are_explained() -> None:
     assert "before that one took part" in fails(steps=10, where=GROWN)
     lost = "x::stderr] NameError: y\n[I] lost 127.0.0.1.10001: exit code 1; not replaced\nall 1/1 finished"
     assert "failed on 1 worker and a newcomer, on one of them: lost 127" in fails(output=lost, steps=10, where=GROWN)
-    drew = "pliant: a.py:1: TrainError: before the pass of step 3 the workers a and b drew different amounts"
-    assert fails(PROGRAM_EXIT, drew).startswith("not the same bits on 1 worker: before the pass of step 3")
+    drew = "pliant: a.py:1: TrainError: before the loop over step 3 the workers a and b drew different amounts"
+    assert fails(PROGRAM_EXIT, drew).startswith("not the same bits on 1 worker: before the loop over step 3")
     differs = "pliant.errors.TrainError: step 3: the workers do not have the same state. b differs\n[E] more"
     assert fails(PROGRAM_EXIT, differs, steps=3, where=THREE) == (
         "not the same bits on 3 workers: step 3: the workers do not have the same state. b differs"

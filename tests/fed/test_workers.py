@@ -72,7 +72,9 @@ def test_there_is_one_run_for_this_machine_one_for_each_ssh_host_and_one_for_ray
 
 def test_an_unknown_host_is_told_with_what_to_do() -> None:
     there = WorkerProcesses(parse_workers("no-such-host.invalid:1"), port=1, secret=SECRET)
-    with pytest.raises(ConfigError, match="cannot be reached: .*; check its name, and that `ssh no-such-host.invalid true`"):
+    with pytest.raises(
+        ConfigError, match="cannot be reached: .*; check its name, and that `ssh no-such-host.invalid true`"
+    ):
         there.__enter__()
 
 

@@ -246,7 +246,8 @@ def federated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [(0, (0, True, "")), (143, (143, False, "")), (2, (2, False, "no data")), (-9, (-9, False, ""))]
+    ("code", "expected"),
+    [(0, (0, True, "")), (143, (143, False, "")), (2, (2, False, "no data")), (-9, (-9, False, ""))],
 )
 def test_how_a_coordinator_ends_says_what_becomes_of_the_job(
     federated: Callable[[str], FederatedRun], code: int, expected: tuple[int, bool, str]

@@ -82,7 +82,7 @@ def test_a_counter_in_a_turn_gives_other_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("counted", "complaint"),
     [
-        ("if count % 2 == 0:", r"is in pass \d of step \d, but .* is in pass \d of step \d"),
+        ("if count % 2 == 0:", r"is in loop \d over step \d, but .* is in loop \d over step \d"),
         ("for group in optimizer_G.param_groups:\n            group['lr'] = 0.01 / count\n        if i % 2 == 0:", "the workers do not have the same state"),
     ],
     ids=["passes", "learning rate"],

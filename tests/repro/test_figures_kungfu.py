@@ -73,7 +73,10 @@ def test_fig4_finds_traces_that_are_not_sound() -> None:
         for step in range(5, 10):
             turns[step].batch = 14 if step == 9 else 12
     unlike.turns[1][50].batch = 8
-    for log, fault in ((twice, "the batch has changed twice in an epoch"), (unlike, "not all workers had the same batch sizes")):
+    for log, fault in (
+        (twice, "the batch has changed twice in an epoch"),
+        (unlike, "not all workers had the same batch sizes"),
+    ):
         assert AdaptiveBatch().cell("adaptive", 1, log)["faults"] == [f"adaptive, seed 1: {fault}"]
     assert training("adaptive", **GOOD)["faults"] == []
 
@@ -136,7 +139,9 @@ def test_the_program_of_fig4_has_the_same_batches_on_all_workers(tmp_path: Path)
 @pytest.mark.processes
 def test_the_program_of_fig6_takes_back_a_worker_that_finds_no_device() -> None:
     # A step is so long that what a busy machine adds to it hardly counts: what counts is saved by a larger batch.
-    task = Task(model="bert-squad", paced_s=0.08, devices=1, batch=2, image_size=16, provision=(2, 6, Provisioning.alpha))
+    task = Task(
+        model="bert-squad", paced_s=0.08, devices=1, batch=2, image_size=16, provision=(2, 6, Provisioning.alpha)
+    )
     rows = Provisioning.train(task, 1, 2)
     assert [size for size, _ in groupby(size for _, size, _ in rows)] == [1, 2, 1]
     assert all(rate < 2.2 / 0.08 for _, _, rate in rows)

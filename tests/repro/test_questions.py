@@ -106,6 +106,12 @@ def test_a_small_bert_learns_where_answers_are(tmp_path: Path) -> None:
 
 
 def test_bert_without_weights_is_as_its_configuration_says(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     (tmp_path / "bert_config.json").write_text(json.dumps(sizes))
     assert bert_in(tmp_path).bert.config.vocab_size == 99

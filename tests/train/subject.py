@@ -181,7 +181,7 @@ def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Itera
         trainer, stats = job._trainer, job.sync_stats()
         facts = {"rank": event.rank, "size": event.num_workers, "view": job.view, "hosted": list(job.hosted)}
         facts |= {
-            "brief": trainer._exchange.codec.is_brief,
+            "brief": trainer._pass._exchange.codec.is_brief,
             "crossed": job.has_pending_updates,
             "mode": stats.mode,
             "slice_bytes": stats.slice_bytes,

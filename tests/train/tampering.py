@@ -15,7 +15,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.execution import SliceExecutor
 from pliant.comm.operations import Operation
 from pliant.comm.reactor import ReactorCall
-from pliant.train import gradients
+from pliant.train import gradients, step_batches
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradients import GradientReducer
@@ -26,13 +26,16 @@ from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
 Tampering = contextlib.AbstractContextManager[Any]
 
 
-def no_random_state() -> Tampering:
+@contextlib.contextmanager
+def no_random_state() -> Iterator[None]:
     """Replicas share the worker's generators."""
 
     def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
         self._buffers.load(first_buffers)
 
-    return mock.patch.object(ReplicaSwitch, "restore", restore)
+    loading = mock.patch.object(step_batches, "restore_rng", lambda state, device: None)
+    with loading, mock.patch.object(ReplicaSwitch, "restore", restore):
+        yield
 
 
 def no_buffers() -> Tampering:

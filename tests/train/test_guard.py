@@ -91,6 +91,7 @@ def a_state(optimizer_class: Any = torch.optim.Adam, num_models: int = 1, seed: 
     return SimpleNamespace(
         models=models, optimizers=optimizers, tracked=tracked, replicas=replicas, buffers=buffers,
         first_buffers=buffers.save(), averaging=None,
+        adaptation=SimpleNamespace(is_active=True, batch_size=2, learning_rate_factor=1.0),
     )  # fmt: skip
 
 
@@ -102,7 +103,12 @@ def test_every_part_of_the_state_has_a_name_that_its_user_knows() -> None:
     assert names[:4] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert names[4:7] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert {"exp_avg of 0.weight (Adam)", "step of 1.bias (Adam)", "lr (Adam)", "betas 0 (Adam)"} <= set(names)
-    assert {"job.state best", "job.state rows 1 x", "the random state of replica 1"} <= set(names)
+    assert {
+        "job.state best",
+        "job.state rows 1 x",
+        "the random state of replica 1",
+        "the batch size that a policy has set",
+    } <= set(names)
     assert len(set(names)) == len(names)
     several = [part.name for part in parts_of(a_state(num_models=2), a_state(num_models=2).first_buffers)]
     assert {"model 1 0.weight", "model 1 1.running_var", "exp_avg of model 1 0.bias (Adam 1)"} <= set(several)
@@ -236,7 +242,7 @@ def test_workers_that_differ_end_in_the_next_comparison_and_go_on_unnoticed_with
     cases = {
         ("counter", 1): "step 2: * in: lr (Adam) (0.0333",
         ("counter", 2): "step 2: * in: lr (Adam) (0.0333",
-        ("draws", 1): "before the pass of step 3 the workers",
+        ("draws", 1): "before the loop over step 3 the workers",
         ("memory", 1): "step 3: * in: 2.weight. At step 2 they were equal",
         ("memory", 2): "step 4: * in: 2.weight. At step 2 they were equal",
         ("state", 1): "step 3: * in: job.state seen (3 instead of 6). At step 2",

@@ -1,0 +1,81 @@
+"""The program's own code between turns: it runs once on every worker, but as if on every DDP rank.
+
+It runs with the buffers of replica 0 and the random state of the first replica hosted here. What it draws moves the
+generators of all replicas: each rank of a DDP job would have drawn as much.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.job_state import JobState
+from pliant.train.outer_draws import Draws
+from pliant.train.step_batches import StepBatches
+
+
+class OuterCode:
+    """Gives the program its random state and buffers, and notes what it draws."""
+
+    def __init__(self, state: JobState, batches: StepBatches, device: torch.device) -> None:
+        self._state, self._replicas, self._batches, self._device = state, state.replicas, batches, device
+        self._random: RngState | None = None
+        """The random state with which the code began to run; None if it does not run, or its draws do not count."""
+        self._before_loading: list[Draws] = []
+        """What was drawn in this step, to be applied after a replica has loaded its batch."""
+        self.checksum = 0
+        """A checksum of the draws since it was last set to 0."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._random is not None
+
+    def begin(self) -> None:
+        """The program's own code runs from now on. When a step begins, the batch of the first replica is loaded before, as
+        with DDP."""
+        hosted = self._batches.hosted
+        if not hosted or not self._replicas.contexts:
+            return
+        self._random = self.random_of(hosted[0])
+        restore_rng(self._random, self._device)
+        self._state.show_first_buffers()
+
+    def end(self) -> None:
+        """Turns, or the shards of an evaluation, follow."""
+        self.note_draws()
+        self._random = None
+        self._state.keep_first_buffers()
+
+    def drop(self) -> None:
+        """What the program has drawn does not count."""
+        self._random = None
+
+    def begin_step(self) -> None:
+        self._before_loading = []
+
+    def random_of(self, replica: int) -> RngState:
+        """Return the random state in which a replica goes on: its batch is loaded, and the program has drawn."""
+        if not self._batches.is_to_load(replica):
+            return self._replicas.contexts[replica].random
+        _, random = self._batches.load(replica)
+        for draws in self._before_loading:
+            random = draws.apply(random)
+        return random
+
+    def note_draws(self) -> None:
+        """Move the generators of all replicas as far as the program's own code has moved those in force."""
+        if self._random is None:
+            return
+        draws = Draws.between(self._random, capture_rng(self._device))
+        if draws is None:
+            return
+        self.checksum = zlib.crc32(repr((self.checksum, draws.counts)).encode())
+        self._random = draws.after
+        self._before_loading.append(draws)
+        contexts = self._replicas.contexts
+        self._replicas.contexts = [
+            each if self._batches.is_to_load(replica) else each.with_random(draws.apply(each.random))
+            for replica, each in enumerate(contexts)
+        ]
