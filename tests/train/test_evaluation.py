@@ -114,7 +114,7 @@ def test_shards_of_a_lost_worker_are_dealt_to_the_others(rank: int) -> None:
 
         def answer(rows: list[bytes]) -> list[bytes]:
             asked.append([shard for shard, _, _ in json.loads(rows[0])])
-            shares.hosted = range(2 * rank, 2 * rank + 3 - rank)  # 0, 1, 2 or 2, 3
+            shares.hosted = range(3 * rank, 3 * rank + 3)
             elsewhere = [4, 5] if len(asked) == 1 else [4, 5, 3 - rank]
             return [*rows, json.dumps([others[shard] for shard in elsewhere]).encode()]
 
