@@ -348,7 +348,9 @@ class Trainer:
                     self._leave_step()
                 raise
             if self._step is not step:
-                raise TrainError(f"step {step.number} is over: a loop over the steps was begun in its body")
+                raise TrainError(
+                    f"step {step.number} is over: this loop over the steps was left, or another was begun in its body"
+                )
             self._end_step()
 
     def _begin_step(self, epoch: int) -> bool:

@@ -33,7 +33,7 @@ def no_random_state() -> Iterator[None]:
     def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
         self._buffers.load(first_buffers)
 
-    loading = mock.patch.object(step_batches, "restore_rng", lambda state, device: None)
+    loading = mock.patch.object(step_batches, "restore_rng")
     with loading, mock.patch.object(ReplicaSwitch, "restore", restore):
         yield
 

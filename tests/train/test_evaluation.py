@@ -192,3 +192,60 @@ def test_a_pass_without_backward_and_draws_outside_of_turns_change_no_bit(tmp_pa
     for name, tensor in plain["model"].items():
         assert torch.equal(tensor, looking["model"][name])
         assert torch.equal(tensor, resumed["model"][name])
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Each sample draws from the generator of the process that loads it."""
+
+    def __len__(self) -> int:
+        return 18
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1) + index
+
+
+def _of_rank(rank: int) -> list[float]:
+    """What a DDP rank draws that evaluates its shard in every step, before the forward."""
+    torch.manual_seed(5)
+    found: list[float] = []
+    sampler = torch.utils.data.DistributedSampler(Noisy(), 3, rank, seed=3)
+    shard = torch.utils.data.Subset(Noisy(), range(rank, 18, 3))
+    for number, batch in enumerate(torch.utils.data.DataLoader(Noisy(), batch_size=2, sampler=sampler)):
+        found += [float(batch.sum()), float(torch.rand(1))]
+        for batch in torch.utils.data.DataLoader(shard, batch_size=4):
+            found += [float(batch.sum()), float(torch.randn(1))]
+        if rank == 0 and number == 1:
+            found += [float(torch.rand(1))]
+        found += [float(torch.rand(1)), float(torch.rand(1))]
+    return found
+
+
+def test_batches_are_loaded_before_what_the_outer_body_draws_and_evaluates() -> None:
+    found: dict[int, list[float]] = {replica: [] for replica in range(3)}
+    torch.manual_seed(5)
+    with pliant.join(replicas=3) as job:
+        model = torch.nn.Linear(1, 1)
+        torch.manual_seed(5)
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = job.loader(Noisy(), batch_size=2, seed=3)
+        for _ in job.epochs(1):
+            for step in loader:
+                outer, evaluated = float(torch.rand(1)), []
+                for batch in job.evaluate(Noisy(), batch_size=4):
+                    evaluated += [float(batch.sum()), float(torch.randn(1))]
+                first = [job.on_first(lambda: float(torch.rand(1)))] if step.index == 1 else []
+                last = float(torch.rand(1))
+                for x in step:
+                    found[step.replica] += [float(x.sum()), outer]
+                    found[step.replica] += evaluated[4 * step.replica : 4 * step.replica + 4]
+                    found[step.replica] += first if step.replica == 0 else []
+                    found[step.replica] += [last, float(torch.rand(1))]
+                    model(x).sum().backward()
+                optimizer.step()
+    expected = [_of_rank(rank) for rank in range(3)]
+    # Here the outer body draws once for all, from the generator of replica 0.
+    for replica in (1, 2):
+        for step in range(3):
+            for place in (1, 6):
+                expected[replica][8 * step + place] = found[replica][8 * step + place]
+    assert found == dict(enumerate(expected))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+import torch
 
+import pliant
+from pliant import Job
+from pliant.errors import TrainError
 from pliant.train.step import Outcome, Step, Steps, Turn, TurnRow, complaint_about
 
 
@@ -38,3 +43,102 @@ def test_all_replicas_add_to_the_gradients_of_earlier_steps_or_none_does() -> No
     assert "replicas 0 and 1 differ in step 7" in complaint_about([with_both, with_one], 7)
     # The gradients of a model that this pass does not use do not matter.
     assert complaint_about([_row(models=1, had_gradients=3), _row(models=1, had_gradients=1)], 7) == ""
+
+
+@contextlib.contextmanager
+def a_job(replicas: int) -> Iterator[tuple[Job, torch.nn.Module, torch.optim.Optimizer, Any]]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    with pliant.join(replicas=replicas) as job:
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        yield job, model, optimizer, job.loader(torch.rand(24, 2), batch_size=2)
+
+
+def train(step: Step, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x in step:
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _break_inside(job: Job, step: Step) -> None:
+    for _ in step:
+        break
+
+
+def _error_inside(job: Job, step: Step) -> None:
+    with contextlib.suppress(MemoryError):
+        for _ in step:
+            raise MemoryError
+
+
+AFTERWARDS: dict[str, Callable[[Job, Step, torch.optim.Optimizer], object]] = {
+    "continue": lambda job, step, optimizer: None,
+    "optimizer.step": lambda job, step, optimizer: optimizer.step(),
+    "all_reduce": lambda job, step, optimizer: job.all_reduce(1),
+    "evaluate": lambda job, step, optimizer: next(job.evaluate([1])),
+    "again": lambda job, step, optimizer: next(iter(step)),
+}
+
+
+@pytest.mark.parametrize("leave", [_break_inside, _error_inside])
+@pytest.mark.parametrize("name", [*AFTERWARDS, "break"])
+def test_a_loop_over_a_step_that_is_left_early_is_an_error_wherever_it_is_noticed(
+    name: str, leave: Callable[[Job, Step], None]
+) -> None:
+    def program() -> None:
+        with a_job(replicas=3) as (job, _, optimizer, loader):
+            for _ in job.epochs(2):
+                for step in loader:
+                    leave(job, step)
+                    if name == "break":
+                        break
+                    AFTERWARDS[name](job, step, optimizer)
+
+    with pytest.raises(TrainError, match=r"left before all replicas had their turn.*step\.skip"):
+        program()
+
+
+def test_an_epoch_has_one_loop_over_its_steps() -> None:
+    seen = []
+
+    def program() -> None:
+        with a_job(replicas=3) as (job, model, optimizer, loader):
+            for epoch in job.epochs(2):
+                for _ in range(1 + epoch):
+                    for step in loader:
+                        seen.append(step.number)
+                        train(step, model, optimizer)
+                        break
+
+    with pytest.raises(TrainError, match="second loop over the steps of epoch 1"):
+        program()
+    assert seen == [0, 1]
+
+
+def test_an_iterator_that_is_kept_does_not_keep_its_step_open() -> None:
+    with a_job(replicas=3) as (job, model, optimizer, loader):
+        committed: list[int] = []
+        job.on_commit(lambda event: committed.append(event.step))
+        kept = []
+        for _ in job.epochs(3):
+            steps = iter(loader)
+            kept.append(steps)
+            for _ in range(2):
+                train(next(steps), model, optimizer)
+        assert committed == [1, 2, 3, 4, 5, 6]
+        with pytest.raises(TrainError, match="step 1 is over: this loop over the steps was left"):
+            next(kept[0])
+
+
+def test_a_loop_in_the_body_of_a_step_is_an_error() -> None:
+    def program() -> None:
+        with a_job(replicas=3) as (job, model, optimizer, loader):
+            for _ in job.epochs(1):
+                for step in loader:
+                    train(step, model, optimizer)
+                    for inner in loader:
+                        train(inner, model, optimizer)
+
+    with pytest.raises(TrainError, match="second loop over the steps of epoch 0"):
+        program()
