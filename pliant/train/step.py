@@ -141,8 +141,8 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
         ),
         (
             Outcome.PASSED_OVER,
-            "replica {one} left step {step} without a loop over it (continue or break), but replica {other} did not: all "
-            "replicas must do the same. " + OWN_COUNTER,
+            "the worker of replica {one} left step {step} without a loop over it (continue or break), but that of replica "
+            "{other} did not: all workers must do the same. " + OWN_COUNTER,
         ),
         (
             Outcome.LOGGED,

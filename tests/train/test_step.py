@@ -66,7 +66,10 @@ OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
         ([row(Outcome.LOGGED, items=1.0), row(Outcome.LOGGED, items=2.0)], ""),
         ([row(loss=1.0), SKIPPED, row(loss=2.0)], ""),
         ([SUMMED, NOTHING], "replica 1 ended its turn of step 7 without a backward()"),
-        ([OVER, SUMMED], "replica 0 left step 7 without a loop over it (continue or break), but replica 1 did not"),
+        (
+            [OVER, SUMMED],
+            "the worker of replica 0 left step 7 without a loop over it (continue or break), but that of replica 1",
+        ),
         ([SUMMED, EMPTY], "the data of replica 1 ended before step 7, but those of replica 0 did not"),
         (
             [SUMMED, row(Outcome.LOGGED)],
