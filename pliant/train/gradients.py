@@ -72,10 +72,9 @@ class GradientReducer:
         self._prefix = prefix
         self._bases: list[torch.Tensor | None] | None = None
         """The gradients with which every turn of the pass begins; None if there are none."""
-        self._carries: bool | None = None
-        """Whether the program adds to the gradients of earlier steps; None if it is not known yet."""
-        self._had_sums = False
-        """Whether there was a step before this one."""
+        self._has_carried = self._clears_late = self._leaves_gradients = False
+        """Whether a step has ever added to the gradients of earlier ones, whether the program has cleared gradients at the
+        beginning of a step, and whether the last step has left any."""
         self._in_pass = False
         """Whether a pass has begun that does not count yet: the parameters have gradients of turns."""
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
@@ -194,9 +193,9 @@ class GradientReducer:
             bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
         if any(base is not None for base in bases):
             self._bases = bases
-        if begins_step and self.wanted and not cleared:
-            self._carries = self._carries or (self._bases is not None if self._had_sums else None)
-            self._had_sums = True
+        if begins_step and not cleared:
+            self._has_carried = self._has_carried or self._bases is not None
+            self._clears_late = self._clears_late or (self._leaves_gradients and self._bases is None)
 
     def _base(self, index: int, parameter: torch.nn.Parameter, cleared: Mapping[int, bool]) -> torch.Tensor | None:
         if index in cleared:
@@ -218,10 +217,19 @@ class GradientReducer:
         """End the pass: it counts, and the parameters have its sums."""
         self._in_pass = False
 
+    def end_step(self) -> None:
+        """End the step: it is committed. What it leaves is what the next one may add to."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            self._leaves_gradients = any(parameter.grad is not None for parameter in self.parameters)
+
     def carried(self) -> list[torch.Tensor | None] | None:
-        """Return copies of the gradients that the next pass may add to; None if the program is known to clear them
-        before, or if there are none."""
-        if not self.wanted or self._carries is False or any(p.__class__ is Pending for p in self.parameters):
+        """Return copies of the gradients that the next pass may add to; None if there are none, or if the program clears
+        them at the beginning of each step."""
+        if not self.wanted and self.num_replicas > 1:  # every worker has gradients of its own
+            return None
+        if any(p.__class__ is Pending for p in self.parameters):
+            return None
+        if self._clears_late and not self._has_carried:
             return None
         found = self._bases if self._in_pass else [parameter.grad for parameter in self.parameters]
         if found is None or all(gradient is None for gradient in found):

@@ -1,14 +1,16 @@
 """Notices when all workers wait, but at different places of the program: nobody would ever come.
 
-A worker that has waited for long says where it waits. Only workers that wait say so, and as soon as all of them have, they
-know whether they wait for the same thing. If not, everybody's wait ends with an error that names two places.
+A worker that has waited for long publishes where it waits, and asks the others where they do. If all of them have waited for
+long, and one waits elsewhere, everybody's wait ends with an error that names two places.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,18 +23,41 @@ AFTER_S = 10.0
 """A worker says where it is after it has waited for so long."""
 PERIOD_S = 1.0
 _PATIENCE = 3
-"""Looks between the answer and the error: every worker shall have the answer before one of them ends."""
-_PLACE_BYTES = 128
+"""Equal answers before the error: every worker shall have them before one of them ends."""
+_NAME = "place"
+_ROW = struct.Struct("<qqq128s")
+
+
+class _Place(NamedTuple):
+    """Where a worker waits."""
+
+    view: int
+    number: int
+    """What all workers have done together before."""
+    wait: int
+    """How often this worker has waited: another number says that it has moved on."""
+    text: str
+
+    def to_row(self) -> torch.Tensor:
+        packed = _ROW.pack(self.view, self.number, self.wait, self.text.encode())
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    @classmethod
+    def from_row(cls, row: torch.Tensor) -> _Place:
+        view, number, wait, text = _ROW.unpack(bytes(row.numpy()))
+        return cls(view, number, wait, text.rstrip(b"\0").decode(errors="replace"))
 
 
 @dataclass(slots=True)
 class _Wait:
     engine: Engine
-    number: int
-    place: str
+    place: _Place
     since_s: float
-    asked: Handle | None = None
+    asked: list[tuple[torch.Tensor, Handle]] = field(default_factory=list)
+    answers: list[_Place] = field(default_factory=list)
+    """The last answers of the workers that have published where they wait, in the order of ranks."""
     looks: int = 0
+    """How often in a row the answers were these."""
 
 
 class MeetingWatch:
@@ -41,6 +66,7 @@ class MeetingWatch:
     def __init__(self, after_s: float | None = None) -> None:
         self._after_s = AFTER_S if after_s is None else after_s
         self._wait: _Wait | None = None
+        self._count = 0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
@@ -48,7 +74,9 @@ class MeetingWatch:
         """This worker waits for the others. `number` counts what all workers have done together before."""
         if engine.view.size == 1:
             return
-        self._wait = _Wait(engine, number, place, time.monotonic())
+        self._count += 1
+        here = _Place(engine.view.number, number, self._count, place)
+        self._wait = _Wait(engine, here, time.monotonic())
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pliant-meeting", daemon=True)
             self._thread.start()
@@ -71,21 +99,34 @@ class MeetingWatch:
         wait = self._wait
         if wait is None or time.monotonic() - wait.since_s < self._after_s:
             return
+        if not all(handle.done for _, handle in wait.asked):
+            return
+        asked, wait.asked = wait.asked, []
+        answers = [_Place.from_row(row) for row, handle in asked if handle.succeeded]
+        wait.looks = wait.looks + 1 if answers == wait.answers else 1
+        wait.answers = answers
         try:
-            if wait.asked is None:
-                row = torch.zeros(_PLACE_BYTES, dtype=torch.uint8)
-                text = wait.place.encode()[:_PLACE_BYTES]
-                row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-                wait.asked = wait.engine.all_gather(f"place:{wait.number}", row)
-            elif wait.asked.succeeded:
-                wait.looks += 1
-                rows = wait.asked.wait()
-                assert rows is not None, "an all_gather has a result on every rank"
-                places = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
-                if len(set(places)) > 1 and wait.looks > _PATIENCE and wait is self._wait:
-                    wait.engine.abort(TrainError(_complaint(wait.engine, places)))
+            if wait.looks > _PATIENCE and wait is self._wait:
+                _compare(wait.engine, answers)
+            self._ask(wait)
         except CommError:  # a worker is lost: the wait ends by itself
             return
+
+    def _ask(self, wait: _Wait) -> None:
+        """Publish where this worker waits, and ask where the others do."""
+        engine = wait.engine
+        engine.save(_NAME, wait.place.to_row())
+        rows = [torch.zeros(_ROW.size, dtype=torch.uint8) for _ in engine.view.workers]
+        wait.asked = [(row, engine.request(rank, _NAME, row)) for rank, row in enumerate(rows)]
+
+
+def _compare(engine: Engine, answers: list[_Place]) -> None:
+    """End all waits if every worker waits in this view, for the same meeting, and one of them at another place."""
+    meetings, places = {(each.view, each.number) for each in answers}, [each.text for each in answers]
+    if len(answers) < engine.size or len(meetings) > 1 or answers[0].view != engine.view.number:
+        return
+    if len(set(places)) > 1:
+        engine.abort(TrainError(_complaint(engine, places)))
 
 
 def _complaint(engine: Engine, places: list[str]) -> str:

@@ -14,8 +14,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pliant.errors import TrainError
+from pliant.train import state_tree
 
 if TYPE_CHECKING:
     from pliant.train.trainer import Trainer
@@ -232,14 +234,20 @@ class Step:
         self._trainer.skip_turn("step.no_backward()", Outcome.LOGGED)
 
     def keep(self, **values: Any) -> None:
-        """Keep values of this replica's turn, such as noise or generated images, for its turn in the next pass of this
-        step. Another worker may host the replica then: tensors, numbers, and lists and dicts of them can travel."""
-        self._trainer.running_turn("step.keep").kept.update(values)
+        """Keep copies of values of this replica's turn, such as noise or generated images, for its turn in the next pass of
+        this step. Another worker may host the replica then: tensors (without their graph), numbers, and lists and dicts of
+        them can travel."""
+        turn = self._trainer.running_turn("step.keep")
+        copies = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), values)
+        state_tree.flatten(copies, "step.keep")  # refuses what could not travel, also where nothing has to
+        turn.kept.update(copies)
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What this replica has kept in earlier passes of this step."""
-        return self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
+        """Copies of what this replica has kept in earlier passes of this step."""
+        kept = self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
+        copies: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.clone, kept)  # the turn may be taken again
+        return copies
 
     def __getitem__(self, name: str) -> float:
         """Return the mean of a logged figure over all replicas; the same on every worker. In a step that is taken back,

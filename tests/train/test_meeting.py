@@ -39,6 +39,10 @@ def test_whoever_waits_for_the_same_is_left_alone(numbers: tuple[int, int]) -> N
         for _ in range(20):
             for watch in watches:
                 watch.look()
+        watches[1].end()  # a place that was published stays, but the worker has moved on
+        watches[1].begin(engines[1], numbers[1] + 1, "the next step")
+        for _ in range(20):
+            watches[0].look()
         waits = [engine.all_gather("here", torch.zeros(1)) for engine in engines]
         for wait in waits:
             wait.wait()  # raises nothing

@@ -110,3 +110,21 @@ def test_a_figure_that_was_not_logged_is_named_with_those_that_were() -> None:
         step["loss"]
     trainer.is_taken_back = True
     assert math.isnan(step["loss"])
+
+
+def test_what_a_turn_keeps_is_a_copy_without_a_graph() -> None:
+    turn = Turn(0, 0, True)
+    trainer = SimpleNamespace(running_turn=lambda _: turn, kept_by=lambda _: turn.kept)
+    step = Step(trainer, 3, 0, 3)  # type: ignore[arg-type]
+    weight = torch.ones(2, requires_grad=True)
+    image = weight * 2
+    step.keep(fake=image, more=[image, 1.5], name="a")
+    with torch.no_grad():
+        image.zero_()
+    found = step.kept
+    assert torch.equal(found["fake"], torch.full((2,), 2.0))
+    assert not found["fake"].requires_grad
+    found["more"][0].zero_()
+    assert torch.equal(step.kept["more"][0], torch.full((2,), 2.0)), "the turn may be taken again"
+    with pytest.raises(TrainError, match=r"step\.keep\['what'\] is .*cannot be kept without pickle"):
+        step.keep(what=object())

@@ -12,6 +12,7 @@ import torch
 import pliant
 from pliant import Job
 from pliant.errors import TrainError
+from pliant.train.gradients import GradientReducer
 from pliant.train.step import Outcome, Step, Steps, Turn, TurnRow, complaint_about
 
 
@@ -142,3 +143,34 @@ def test_a_loop_in_the_body_of_a_step_is_an_error() -> None:
 
     with pytest.raises(TrainError, match="second loop over the steps of epoch 0"):
         program()
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_gradients_that_a_step_leaves_are_part_of_the_state_unless_steps_begin_by_clearing_them(replicas: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    reducer = GradientReducer([("weight", weight)], replicas)
+
+    def step(*, clears_first: bool = False, clears_last: bool = False) -> list[torch.Tensor | None] | None:
+        if clears_first:
+            weight.grad = None
+        reducer.begin_pass()
+        weight.grad = torch.full((2,), 3.0)
+        reducer.end_pass()
+        if clears_last:
+            weight.grad = None
+        reducer.end_step()
+        return reducer.carried()
+
+    try:
+        assert [step(clears_last=True) for _ in range(3)] == [None] * 3
+        assert torch.equal((step() or [None])[0], torch.full((2,), 3.0)), "carried over a step for the first time"  # type: ignore[arg-type]
+        step()
+        assert step(clears_first=True) is not None, "it has added to some before"
+        reducer.close()
+        weight.grad, reducer = None, GradientReducer([("weight", weight)], replicas)
+        assert step() is not None, "nothing is known yet"
+        assert [step(clears_first=True) for _ in range(2)] == [None] * 2
+        step()
+        assert step() is not None, "it adds to them now"
+    finally:
+        reducer.close()
