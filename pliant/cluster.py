@@ -301,6 +301,9 @@ class Membership:
     """Whether the job has ended: all workers stop, and nothing but a reset is accepted."""
     wanted: int = 0
     """Version of the wanted view when this membership was made."""
+    begun: bool = False
+    """Whether a step of the job was done before this membership was made. If none of its members has the state of the
+    job, that state was lost."""
 
     def missing(self, view: View | None) -> tuple[Worker, ...]:
         """Return the workers of `view` that do not train yet."""
@@ -313,6 +316,7 @@ class Membership:
             "Urgent": self.urgent,
             "Over": self.over,
             "Wanted": self.wanted,
+            "Begun": self.begun,
         }
 
     @classmethod
@@ -325,8 +329,10 @@ class Membership:
                 "Urgent": int(urgent),
                 "Over": bool(over),
                 "Wanted": int(wanted),
+                **others,
             }:
-                return cls(number, tuple(map(Worker.from_json, members)), urgent, over, wanted)
+                begun = others.get("Begun") is True  # a state file of version 0.1 does not say
+                return cls(number, tuple(map(Worker.from_json, members)), urgent, over, wanted, begun)
         raise ConfigError(f"{value!r:.200} is no membership of a config server: is it of another version?")
 
 

@@ -394,6 +394,8 @@ class ConfigSender:
 
     def start(self) -> None:
         """Start the thread, unless it runs; raise ConfigError if the URL is not one of HTTP."""
+        if self._client is not None:
+            return  # without the lock: a signal handler may send while this thread holds it
         with self._starting:
             if self._client is None:
                 self._client = ConfigClient(self._url, self._token)

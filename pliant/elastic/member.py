@@ -59,7 +59,7 @@ class Member:
         self._prepared: dict[int, Membership] = {}
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
-        self._closing = self._finished = False
+        self._closing = False
         self._follower = ConfigFollower(spec.config_server, spec.token, self._on_change, lost_level=logging.DEBUG)
         self._sender = ConfigSender(spec.config_server, spec.token)
         self._preparing = threading.Thread(target=self._prepare, name="pliant-prepare-members", daemon=True)
@@ -73,6 +73,11 @@ class Member:
     def over(self) -> bool:
         """Whether the job has ended."""
         return self._latest.over
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether the job is over, or about to be, because nobody is wanted any more, rather than finished."""
+        return not self._wanted
 
     @property
     def is_wanted(self) -> bool:
@@ -130,18 +135,21 @@ class Member:
                 return
             self._latest, self._wanted = membership, snapshot.wanted.workers
             # Once a worker was lost, the others have left, or will leave, the view that this worker is in. Waiting for
-            # them there would be in vain.
-            if self._entered >= 0 and not self._closing:
-                with contextlib.suppress(EngineClosed):  # the program may be leaving just now
-                    if membership.urgent > self._entered:
-                        self.transport.abort(ViewChanged(f"membership {membership.urgent} excludes a lost worker"))
-                    elif self.entering and membership.number > self._entered:
-                        self.transport.abort(ViewChanged(f"membership {membership.number} has come meanwhile"))
-                    elif membership.over and not membership.members and not self._finished:
-                        self.transport.abort(ViewChanged("the job is over"))
+            # them there would be in vain. The end of the job is no such reason: like any other change that is not urgent,
+            # all members agree on it in a step, and end before the next.
+            if membership.urgent > self._entered:
+                self._abort(f"membership {membership.urgent} excludes a lost worker")
+            elif self.entering and membership.number > self._entered and not membership.over:
+                self._abort(f"membership {membership.number} has come meanwhile")
             self._changed.notify_all()
         if membership.over:
             self._follower.stop()
+
+    def _abort(self, why: str) -> None:
+        """Fail what this worker waits for in its view."""
+        if self._entered >= 0 and not self._closing:
+            with contextlib.suppress(EngineClosed):  # the program may be leaving just now
+                self.transport.abort(ViewChanged(why))
 
     def _prepare(self) -> None:
         """Connect to the members of the newest membership, while the program trains in an older one."""
@@ -213,7 +221,7 @@ class Member:
         with self._changed:
             engine = self.transport.enter(view)
             self._entered, self._current = membership.number, view.workers
-            if self._latest.number > membership.number:
+            if self._latest.number > membership.number and not self._latest.over:
                 raise ViewChanged(f"membership {self._latest.number} has come meanwhile")
         return engine
 
@@ -225,8 +233,14 @@ class Member:
             self._sender.report(f"{self.me} is settled", lambda client: client.settled(self.me, replicas, membership))
 
     def leave(self) -> None:
-        """Ask to be left out of the next membership, as after a preemption notice; return at once."""
-        if self.elastic:
+        """Ask to be left out of the next membership, as after a preemption notice; return at once.
+
+        If the job is over already, its time for ending between two steps has passed: this worker waits for the others no
+        longer.
+        """
+        if self.over:
+            self._sender.submit(lambda _: self._abort("the job is over, and the time for its last step has passed"))
+        elif self.elastic:
             self._sender.report(f"{self.me} leaves", lambda client: client.leave(self.me))
 
     def finish(self) -> None:
@@ -234,7 +248,6 @@ class Member:
 
         Every member does: any of them may be killed before it could.
         """
-        self._finished = True
         if not self.elastic:
             return
         try:

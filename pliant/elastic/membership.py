@@ -452,4 +452,5 @@ class ElasticState:
         if (members, over) == (now.members, now.over):
             return now
         number = now.number + (members != now.members)
-        return Membership(number, members, number if urgent else now.urgent, over, wanted.version)
+        begun = self.stepped > 0 and wanted.view is not None
+        return Membership(number, members, number if urgent else now.urgent, over, wanted.version, begun)

@@ -189,9 +189,9 @@ def assemble(
             notify=services.notify,
         )
 
-    def before_end() -> None:
+    def before_end(is_between_steps: bool) -> None:
         if trainer.is_first:
-            checkpointing.write_last()
+            checkpointing.write_last(is_between_steps=is_between_steps)
 
     program = describe_program(parameters, replicas, follows_view=follows_view)
     program += f", {averaging.describe()}" if averaging is not None else ""

@@ -174,11 +174,23 @@ class Checkpointing:
         if (is_due or path is not None) and event.rank == 0 and wait_for_sums():
             self.write(path or "")
 
-    def write_last(self) -> None:
-        """Keep the last state: the job is told to end, or its last worker must leave."""
-        if self._directory:
-            self.write("")  # a torn step has been undone
+    def write_last(self, *, is_between_steps: bool) -> None:
+        """Keep the last state: the job is told to end, or its last worker must leave. A job cannot resume in the middle of
+        a step, so the state there is not written."""
+        if not self._directory:
+            return
+        if is_between_steps:
+            self.write("")
             self.flush()
+            return
+        self.flush()
+        latest = self._writer.latest if self._writer is not None else None
+        counts = (
+            f"{latest} is the newest checkpoint" if latest is not None else "no checkpoint was written by this worker"
+        )
+        self._notify(
+            f"the job ended in the middle of step {self._state.progress.step}, and that step is not in a checkpoint: {counts}"
+        )
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -223,7 +235,7 @@ def set_initial_state(
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
 
     Args:
-        had_state: whether the job had a state before and lost it.
+        had_state: whether the job has done steps, and lost its state.
         asked: the checkpoint to start from; `auto` is the newest of `directory`, the job's own.
         random: returns the random state that a replica starts with.
         first: where the program begins, if not from a checkpoint.
@@ -235,12 +247,10 @@ def set_initial_state(
     if count > 1 and not (found := determinism.self_check(count)).ok:
         notify(f"warning: the result may change with the number of workers (only D0 holds): {found.detail}")
     damaged: list[str] = []
-    if asked == "auto" or (not asked and had_state and directory):
-        path = newest_checkpoint(directory, damaged.append)
-        for each in damaged:
-            notify(each)
-    else:
-        path = Path(asked) if asked else None
+    path = _find_start(asked, directory, had_state, damaged.append)
+    for each in damaged:
+        notify(each)
+    lost = "all workers with the job's state were lost: " if had_state else ""
     if path is not None:
         loaded = load_checkpoint(path)
         if loaded.num_replicas != count:
@@ -250,10 +260,13 @@ def set_initial_state(
             )
         state.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
         state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
-        notify(f"resumed from {path} at step {loaded.step}")
+        notify(f"{lost}resumed from {path} at step {loaded.step}")
         return
     if had_state:
-        notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
+        why = (
+            f"{directory} holds no whole checkpoint" if directory else "without --checkpoint-dir there is no checkpoint"
+        )
+        notify(f"{lost}beginning again at step {first.step}, because {why}")
     elif damaged:
         notify(f"no checkpoint in {directory} is whole: beginning at step {first.step}")
     state.use_first_buffers(state.buffers.save())
@@ -261,3 +274,17 @@ def set_initial_state(
     state.progress.set(first)
     begin = DataPosition(first.epoch, first.epoch_step)
     state.replicas.contexts = [ReplicaContext(random(replica), begin, own) for replica in range(count)]
+
+
+def _find_start(asked: str, directory: str, had_state: bool, notify: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint that a job starts with, if any; a job that has lost its state does not go back further than it
+    must."""
+    path = Path(asked) if asked not in ("", "auto") else None
+    if asked != "auto" and not (had_state and directory):
+        return path
+    newest = newest_checkpoint(directory, notify)
+    if path is not None and path.is_dir():
+        path = newest_checkpoint(path, notify)
+    if newest is None or path is None:
+        return newest or path
+    return max(newest, path, key=read_step)

@@ -16,10 +16,14 @@ class Progress:
     step: int = 0
     passes: int = 0
     """Everything that all workers have done together so far: the sums of a step, a sum of metrics."""
+    in_epoch: bool = False
+    """Whether the program's code before the first step of this epoch has run. If a worker begins with this progress, what
+    it does there does not count."""
 
     def set(self, other: Progress) -> None:
         """Take over another progress."""
         self.epoch, self.epoch_step, self.step, self.passes = other.epoch, other.epoch_step, other.step, other.passes
+        self.in_epoch = other.in_epoch
 
 
 @dataclass(frozen=True, slots=True)

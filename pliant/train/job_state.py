@@ -77,7 +77,7 @@ class JobState:
         tracked = self.lent.get("tracked") or {name: each.state_dict() for name, each in self.tracked.items()}
         contexts = self.lent.get("contexts", replicas.contexts)
         return {
-            "progress": [progress.epoch, progress.epoch_step, progress.step, progress.passes],
+            "progress": [progress.epoch, progress.epoch_step, progress.step, progress.passes, progress.in_epoch],
             "models": [model.state_dict() for model in self.models],
             "optimizers": self._optimizer_states(),
             "tracked": tracked,
@@ -151,7 +151,10 @@ class JobState:
         if "gradients" in state:  # old checkpoints have none
             for reducer, gradients in zip(self.reducers, state["gradients"], strict=True):
                 reducer.carry(gradients)
-        self.progress.set(Progress(*state["progress"]))
+        progress = Progress(*state["progress"])
+        if len(state["progress"]) < 5:  # of an old checkpoint
+            progress.in_epoch = progress.epoch_step > 0
+        self.progress.set(progress)
         self.answers = list(state.get("answers", ()))  # old checkpoints have none
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])

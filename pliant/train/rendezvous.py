@@ -103,14 +103,15 @@ class ViewRendezvous:
         fingerprint: Fingerprint,
         level: Level,
         start_job: Callable[[bool], None],
-        before_end: Callable[[], None],
+        before_end: Callable[[bool], None],
     ) -> None:
         self._member, self._state = member, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_job = start_job
-        """Makes the state to start with. Its argument tells whether the job had a state before and lost it."""
+        """Makes the state to start with. Its argument tells whether the job has done steps, and lost its state."""
         self._before_end = before_end
-        """Called when no worker is left to go on: the last chance to write a checkpoint."""
+        """Called when no worker is left to go on: the last chance to write a checkpoint. Its argument tells whether the
+        state is that of the end of a step."""
         self._was_listed = False
         self._engine: Engine | None = None
         self.has_state = False
@@ -128,18 +129,19 @@ class ViewRendezvous:
         Raises:
             Left: this worker is no longer part of the job, or the job is over.
         """
-        after = self._member.entered
+        after, stood_by = self._member.entered, False
         while True:
             membership = self._member.prepared_membership(planned) if planned is not None else None
             membership = membership or self._member.wait_for_membership(after)
-            if self.has_state and not membership.members:
-                self._before_end()
+            has_finished = membership.over and not self._member.was_told_to_end
+            if not membership.members and self.has_state and not has_finished and not stood_by:
+                self._end_job(own, is_agreed=membership.number == planned)
             if membership.over:
                 raise Left("the job is over")
             view = self._member.view_of(membership)
             if self._member.me not in view.workers:
                 self._check_dropped(membership)
-                after, planned = membership.number, None  # stand by: it may take part later
+                after, planned, stood_by = membership.number, None, True  # it may take part later
                 continue
             self._was_listed = self._member.entering = True
             try:
@@ -151,6 +153,15 @@ class ViewRendezvous:
                 after, planned = max(after, membership.number), None
             finally:
                 self._member.entering = False
+
+    def _end_job(self, own: Report, *, is_agreed: bool) -> None:
+        """Take this worker's part in the end of a job that was told to end. Where all workers have agreed on it
+        (`is_agreed`), each waits until all have come here: they all end after the same step, and the first writes a
+        checkpoint of it. Else a worker was lost, or somebody would not wait any longer."""
+        self._before_end(not own.in_step)
+        if is_agreed and self._engine is not None and self._engine.size > 1:
+            with contextlib.suppress(CommError):
+                self._engine.barrier("end")
 
     def _check_dropped(self, membership: Membership) -> None:
         """Return if this worker may stand by, though it does not take part in `membership`.
@@ -192,7 +203,7 @@ class ViewRendezvous:
             if not _holders(reports):
                 started_job = True
                 if engine.rank == 0:
-                    self._start_job(membership.number > 1)
+                    self._start_job(membership.begun)
                     self.has_state = made_state = True
                     offered = lend_state(member, membership.number, self._state.read())
                     report = self._report(Report(self._state.progress.passes), offered, stays=True)

@@ -191,17 +191,17 @@ def test_a_loss_puts_new_members_off_until_a_step_is_done_without_them() -> None
     joined = after(*THREE)
     assert (joined.membership.members, joined.newcomers) == ((A0, A1, A2), {A2})
     lost = joined.after(LossNotice(A1))
-    assert lost.membership == Membership(3, (A0,), urgent=3, wanted=3)
+    assert lost.membership == Membership(3, (A0,), urgent=3, wanted=3, begun=True)
     assert A2 in lost.wanted.workers
     assert A2 in lost.ready
     for early in (SettledNotice(A0, 4), SettledNotice(A0, 4, 2), SettledNotice(A2, 4, 3)):
         assert lost.after(early).membership == lost.membership, "the step of the loss is not done yet"
-    assert lost.after(SettledNotice(A0, 4, 3)).membership == Membership(4, (A0, A2), urgent=3, wanted=3)
+    assert lost.after(SettledNotice(A0, 4, 3)).membership == Membership(4, (A0, A2), urgent=3, wanted=3, begun=True)
 
 
 def test_one_that_has_the_state_stays_after_a_loss() -> None:
     state = after(*THREE, SettledNotice(A2, 4), LossNotice(A1))
-    assert state.membership == Membership(3, (A0, A2), urgent=3, wanted=3)
+    assert state.membership == Membership(3, (A0, A2), urgent=3, wanted=3, begun=True)
 
 
 def test_one_that_was_there_from_the_start_is_no_newcomer_though_it_has_not_reported() -> None:
@@ -211,7 +211,7 @@ def test_one_that_was_there_from_the_start_is_no_newcomer_though_it_has_not_repo
 
 def test_one_that_becomes_ready_after_a_loss_waits_for_the_step_too() -> None:
     state = after(*SETTLED, AddWorker(A2), LossNotice(A1), ReadyNotice(A2))
-    assert state.membership == Membership(2, (A0,), urgent=2, wanted=3)
+    assert state.membership == Membership(2, (A0,), urgent=2, wanted=3, begun=True)
     assert state.after(SettledNotice(A0, 4, 2)).membership.members == (A0, A2)
 
 
@@ -242,7 +242,7 @@ def test_members_that_stand_by_do_not_take_the_place_of_a_lost_one_in_the_middle
 def test_a_second_loss_before_the_step_is_done_puts_them_off_again() -> None:
     four = (put(A0, A1, A2), *map(ReadyNotice, (A0, A1, A2)), *(SettledNotice(each, 4, 1) for each in (A0, A1, A2)))
     state = after(*four, AddWorker(A3), ReadyNotice(A3), LossNotice(A2), LossNotice(A1))
-    assert state.membership == Membership(4, (A0,), urgent=4, wanted=4)
+    assert state.membership == Membership(4, (A0,), urgent=4, wanted=4, begun=True)
     assert state.after(SettledNotice(A0, 4, 3)).membership == state.membership
     assert state.after(SettledNotice(A0, 4, 4)).membership.members == (A0, A3)
     assert state.after(LossNotice(A0)).membership.members == (A3,), "with nobody left it begins anew"
@@ -261,7 +261,7 @@ def test_new_members_wait_for_a_step_in_the_present_membership() -> None:
     assert left.after(SettledNotice(A2, 4, 3)).membership.members == (A1, A2, A3)
     assert joining.after(FinishNotice()).membership.over
     shrunk = after(*SETTLED, RemoveWorker(A1), AddWorker(A2), ReadyNotice(A2))
-    assert shrunk.membership == Membership(2, (A0,), wanted=2)
+    assert shrunk.membership == Membership(2, (A0,), wanted=2, begun=True)
     assert shrunk.after(SettledNotice(A0, 4, 1)).membership.members == (A0,)
     assert shrunk.after(SettledNotice(A0, 4, 2)).membership.members == (A0, A2)
 
@@ -279,6 +279,11 @@ def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
     replaced = lost.after(AddWorker(A2)).after(LossNotice(A1)).after(ReadyNotice(A2))
     assert (replaced.membership.members, replaced.membership.over) == ((A2,), False)
     assert lost.after(ClearView()).membership.over
+    assert not lost.membership.begun, "no step was done, so no state is lost"
+    begun = after(*SETTLED, LossNotice(A0), LossNotice(A1))
+    assert begun.membership.begun
+    fresh = begun.after(ResetView()).after(put(A0)).after(ReadyNotice(A0))
+    assert (fresh.membership.members, fresh.membership.begun) == ((A0,), False), "the next job has lost nothing"
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,7 @@ def test_the_json_of_a_membership(client: ConfigClient, http: httpx.Client) -> N
         "Urgent": membership.urgent,
         "Over": False,
         "Wanted": membership.wanted,
+        "Begun": False,
     }
     assert http.get("/membership").json() == http.post("/ready", json={"Worker": members[0]}).json() == expected
     assert http.post("/finish").json()["Over"] is True
@@ -517,6 +518,14 @@ def test_a_sender_repeats_what_the_server_did_not_answer_and_passes_refusals_on(
         failures = [ServerUnavailable("no")]
         with pytest.raises(ServerUnavailable):
             sender.submit(resize, give_up_s=0).result(30)
+
+
+def test_a_signal_handler_can_send_whatever_it_has_interrupted(client: ConfigClient) -> None:
+    sender = ConfigSender(str(client.url), "")
+    with contextlib.closing(sender):
+        sender.start()
+        with sender._starting:  # as where the signal comes while another message starts the thread
+            assert sender.submit(lambda to: to.membership()).result(30) == client.membership()
 
 
 def test_what_cannot_be_delivered_keeps_nobody_beyond_its_time_and_nothing_is_awaited_after_the_end() -> None:

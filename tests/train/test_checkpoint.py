@@ -20,7 +20,7 @@ from torch import nn
 import pliant
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import checkpoint_file
-from pliant.train.checkpoint import Checkpoint, CheckpointWriter, load_checkpoint, newest_checkpoint
+from pliant.train.checkpoint import Checkpoint, CheckpointWriter, _find_start, load_checkpoint, newest_checkpoint
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 4)},
@@ -271,6 +271,33 @@ def test_a_job_goes_on_from_a_checkpoint_of_version_0_1(capsys: pytest.CaptureFi
     # Not to the bit: the file was written on another processor, perhaps with other threads.
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
     assert "at step 5" in capsys.readouterr().out
+
+
+def test_a_job_that_has_lost_its_state_goes_back_as_little_as_it_can(tmp_path: Path, said: list[str]) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    write_checkpoint(own / "step-000000006.safetensors", at(6))
+    write_checkpoint(other / "step-000000004.safetensors", at(4))
+    write_checkpoint(other / "later.safetensors", at(9))
+    sixth, fourth, ninth = (
+        own / "step-000000006.safetensors",
+        other / "step-000000004.safetensors",
+        other / "later.safetensors",
+    )
+    for asked, directory, begins, goes_on in [
+        ("", own, None, sixth),
+        ("auto", own, sixth, sixth),
+        (str(fourth), own, fourth, sixth),
+        (str(ninth), own, ninth, ninth),
+        (str(other), own, other, ninth),
+        (str(fourth), "", fourth, fourth),
+        (str(fourth), tmp_path / "empty", fourth, fourth),
+        ("", "", None, None),
+    ]:
+        assert _find_start(asked, str(directory), False, said.append) == begins
+        assert _find_start(asked, str(directory), True, said.append) == goes_on
+    assert not said
 
 
 @pytest.fixture

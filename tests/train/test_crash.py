@@ -139,6 +139,25 @@ def test_everybody_is_killed(tmp_path: Path) -> None:
         assert resumed in (3, 6), f"resumed at step {resumed}, which no checkpoint was written after"
 
 
+@pytest.mark.parametrize("every", [3, 0], ids=["checkpoints", "no checkpoint"])
+def test_the_only_one_with_the_state_dies_while_a_newcomer_fetches_it(every: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints") if every else ""
+    first, new = new_workers(2)
+    with staged(CONV, tmp_path, checkpoint_dir=folder, checkpoint_every=every) as stage:
+        stage.faults[first] = Fault("settling", 4)
+        stage.open_gate(4)
+        stage.want([first])
+        stage.until_step(4)
+        stage.until(lambda: not every or newest_checkpoint(folder) is not None)
+        stage.want([first, new])
+        stage.until(lambda: stage.client.membership().members == (first, new))
+        stage.open_gate(ALL)
+        stage.until_over()
+        resumed = min(commit["step"] for commit in history([stage.actor(new).journal]).commits)
+        _check(stage, dead=1, repeats=10)
+        assert resumed == every, "the newest checkpoint counts; without one the job begins again"
+
+
 def _check(stage: Stage, dead: int, repeats: int | None = None) -> None:
     compare(stage.history, golden("conv", 4, EPOCHS), repeats=dead if repeats is None else repeats)
     codes = [actor.exit_code for actor in stage.actors]

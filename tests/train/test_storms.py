@@ -12,6 +12,7 @@ import pytest
 from gang import FULL, left_behind
 from golden import golden
 from stage import ALL, Stage, new_workers, spec_of, staged, view_of
+from storm import SHAPES, check
 from subject import Task, compare, history
 
 from pliant.cluster import Worker
@@ -122,6 +123,15 @@ def test_a_storm_of_requests_from_outside(tmp_path: Path) -> None:
         assert {actor.exit_code for actor in stage.actors} == {0}
         specs = [spec_of(actor.worker, view_of([actor.worker])) for actor in stage.actors]
         assert left_behind(specs, [actor.pid for actor in stage.actors]) == []
+
+
+@pytest.mark.skipif(not FULL, reason="minutes of random changes: PLIANT_FULL=1")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_storm_over_programs_of_many_shapes(shape: str, tmp_path: Path) -> None:
+    """Several passes, evaluations in the outer body, streams, priority; the whole job is told to end, or killed, and
+    resumed in between."""
+    check(shape, 1, tmp_path)
 
 
 def _ended(stage: Stage) -> set[Worker]:
