@@ -61,7 +61,7 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, Any]:
     contexts = [ReplicaContext(seeded_rng(replica), DataPosition()) for replica in range(REPLICAS)]
     state: Any = SimpleNamespace(
         models=[model], optimizers=[optimizer], tracked={}, buffers=buffers, first_buffers=buffers.save(), averaging=None,
-        replicas=SimpleNamespace(contexts=contexts, num_loader_workers=0),
+        replicas=SimpleNamespace(contexts=contexts, num_loader_workers=0), adaptation=SimpleNamespace(is_active=False),
     )  # fmt: skip
     checksum_s = best_s(Guard(state).checksum, repeats, device)
     held = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]

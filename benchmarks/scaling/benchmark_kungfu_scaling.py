@@ -34,7 +34,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=0, help="side of the images; 0: the model's own")
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--elastic", action="store_true")
-    parser.add_argument("--resize-schedule", default="", metavar="STEP:N,...", help="after STEP steps, N workers; 0: end")
+    parser.add_argument(
+        "--resize-schedule", default="", metavar="STEP:N,...", help="after STEP steps, N workers; 0: end"
+    )
     parser.add_argument("--train-steps", type=int, default=100, help="0: until the schedule ends it")
     for flag, default in UNUSED.items():
         parser.add_argument(flag, type=type(default), default=default, help="accepted, without effect")
