@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -315,10 +315,11 @@ class Feeder(Protocol):
 
 
 class NumberFeeder:
-    """The feeder of a program that makes its own batches: each replica gets its number, so many times."""
+    """The feeder of a program that makes its own batches: each replica gets its number, or what a function of its number
+    returns, so many times."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, make: Callable[[int], Any] | None = None) -> None:
+        self._count, self._make = count, make
         self._positions: dict[int, DataPosition] = {}
 
     def host(
@@ -326,10 +327,11 @@ class NumberFeeder:
     ) -> None:
         self._positions = dict(streams)
 
-    def next(self, replica: int) -> int:
+    def next(self, replica: int) -> Any:
+        made = replica if self._make is None else self._make(replica)
         position = self._positions[replica]
         self._positions[replica] = replace(position, batch=position.batch + 1)
-        return replica
+        return made
 
     def last_size(self, replica: int) -> int:
         return 1

@@ -362,10 +362,16 @@ class Job:
         finally:
             self._inside_epochs = False
 
-    def steps(self, count: int, *, start: int = 0) -> Iterator[Step]:
+    def steps(self, count: int, *, start: int = 0, batch: Callable[[int], Any] | None = None) -> Iterator[Step]:
         """Yield the steps of a whole job whose program makes its own batches, from `start` up to `count`: `for replica
         in step:` yields the replicas hosted here. A new worker, or a resumed job, begins at the job's present step,
-        wherever its own `start` is."""
+        wherever its own `start` is.
+
+        Args:
+            batch: a function of the replica that makes its batch; `for x, y in step:` then yields what it returns. As a
+                loader does, it draws from the replica's generators before the outer body of the step runs: give it where
+                a DDP script fetches the next batch ahead, at the end of the step before.
+        """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
         if self._inside_epochs or self._declared.data is not None:
@@ -373,7 +379,7 @@ class Job:
                 "job.steps is the loop of a program without job.epochs and job.loader: use either the one or the others"
             )
         options = LoaderOptions(batch_size=1, shuffle=False)
-        self._declared.data = NumberFeeder(count), Replicas(self.replicas, count * self.replicas, options)
+        self._declared.data = NumberFeeder(count, batch), Replicas(self.replicas, count * self.replicas, options)
         self._declared.first.step = self._declared.first.epoch_step = start
         return Steps(step for _ in self.epochs(1) for step in self._running().steps())
 

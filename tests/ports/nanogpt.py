@@ -1,4 +1,4 @@
-"""Batches by torch.randint, micro-steps, an own counter and learning rate schedule, an own ckpt.pt: as nanoGPT does."""
+"""Batches by torch.randint, fetched ahead, micro-steps, an own counter and learning rate schedule, an own ckpt.pt: as nanoGPT does."""
 
 import argparse
 import math
@@ -65,7 +65,7 @@ def estimate_loss():
     return out
 
 
-for step in job.steps(args.max_iters + 1, start=state.iter_num):
+for step in job.steps(args.max_iters + 1, start=state.iter_num, batch=lambda replica: get_batch("train")):
     for group in optimizer.param_groups:
         group["lr"] = get_lr(state.iter_num)
     if state.iter_num % eval_interval == 0:
@@ -81,11 +81,12 @@ for step in job.steps(args.max_iters + 1, start=state.iter_num):
                 "best_val_loss": state.best_val_loss,
             }
             torch.save(checkpoint, "ckpt.pt")
-    for _ in step:
+    for X, Y in step:
         for micro_step in range(micro_steps):
-            x, y = get_batch("train")
             with nullcontext() if micro_step == micro_steps - 1 else job.no_sync():
-                loss = model(x, y) / micro_steps
+                loss = model(X, Y) / micro_steps
+                if micro_step < micro_steps - 1:
+                    X, Y = get_batch("train")  # the next one, while the device computes
                 loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Batches by torch.randint, micro-steps, an own counter and learning rate schedule, an own ckpt.pt: as nanoGPT does."""
+"""Batches by torch.randint, fetched ahead, micro-steps, an own counter and learning rate schedule, an own ckpt.pt: as nanoGPT does."""
 
 import argparse
 import math
@@ -65,6 +65,7 @@ def estimate_loss():
     return out
 
 
+X, Y = get_batch("train")  # the very first batch
 while True:
     for group in optimizer.param_groups:
         group["lr"] = get_lr(iter_num)
@@ -81,9 +82,9 @@ while True:
             }
             torch.save(checkpoint, "ckpt.pt")
     for micro_step in range(micro_steps):
-        x, y = get_batch("train")
         with nullcontext() if micro_step == micro_steps - 1 else model.no_sync():
-            loss = model(x, y) / micro_steps
+            loss = model(X, Y) / micro_steps
+            X, Y = get_batch("train")  # the next one, while the device computes
             loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -68,7 +68,7 @@ def test_a_counter_in_a_turn_gives_other_bits(tmp_path: Path) -> None:
     """The negative control: on one worker this counter counts replicas."""
     source = (FOLDER / "nanogpt.py").read_text()
     wrong = source.replace("    state.iter_num += 1\n", "").replace(
-        "    for _ in step:\n", "    for _ in step:\n        state.iter_num += 1\n"
+        "    for X, Y in step:\n", "    for X, Y in step:\n        state.iter_num += 1\n"
     )
     assert wrong != source
     hashes = []

@@ -451,7 +451,7 @@ def test_a_program_that_makes_its_own_batches_gets_the_replicas_number() -> None
     assert (feeder.stream(2).batch, feeder.stream(3).batch, feeder.last_size(2)) == (2, 3, 1)
     assert feeder.has_more([2])
     assert not feeder.has_more([3])
-    moved = NumberFeeder(3)
+    moved = NumberFeeder(3, lambda replica: replica * 10)
     moved.host({2: feeder.stream(2)})
-    assert moved.next(2) == 2
+    assert moved.next(2) == 20
     assert not moved.has_more([2])
