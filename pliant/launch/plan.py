@@ -95,7 +95,8 @@ class RunOptions:
     """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
     plain: bool = False
     """The program is no training: it may end without `pliant.join`."""
-    warm: bool = True
+    warm: bool | None = None
+    """Whether workers are forked from a warm process; None: where some may be started later, or for a check."""
     config_server: str = ""
     builtin_config_port: int = 0
     """Where to run a config server inside this runner; 0 means a free port, where one is needed."""

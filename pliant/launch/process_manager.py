@@ -127,8 +127,8 @@ class ProcessManager:
     def _warm_up(self, stack: contextlib.ExitStack) -> None:
         """Start the warm process, if the workers can be forked from one."""
         options = self._plan.options
-        is_useful = options.watch or options.check is not None
-        if not (is_useful and options.warm and can_start_warm(self._plan.command, self._environ.get("PATH"))):
+        is_wanted = options.watch or options.check is not None if options.warm is None else options.warm
+        if not (is_wanted and can_start_warm(self._plan.command, self._environ.get("PATH"))):
             return
         environ = self._plan.common_environ(self._environ, self._mark)
         done = partial(self._queue.post, events.WarmProcessUp())

@@ -69,6 +69,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
         (["-allow-nvlink"], "allow_nvlink", True),
         (["-w"], "watch", True),
         (["-w", "--no-warm"], "warm", False),
+        (["--warm"], "warm", True),
         (["--plain"], "plain", True),
         (["--max-restarts", "0"], "max_restarts", 0),
         (["--determinism", "d2"], "determinism", "D2"),

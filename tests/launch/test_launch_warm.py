@@ -310,11 +310,13 @@ def test_kill_9_of_the_runner_leaves_neither_forks_nor_the_warm_process(
         launcher.until(lambda pid=pid: not alive(pid), f"end of {pid}")  # type: ignore[misc]
 
 
-def test_no_warm_starts_each_worker_as_a_python_of_its_own(launcher: Launcher) -> None:
+def test_who_does_not_want_it_has_none_and_who_does_has_one_without_w(launcher: Launcher) -> None:
     launcher.script("who.py", "import sys; print('torch' in sys.modules)")
-    ended = launcher.run("-q", "-w", "--no-warm", "-np", 2, "who.py")
-    assert ended.code == 0
-    assert ended.stdout.count("] False\n") == 2
+    environ = launcher.without_torch()
+    for words, expected in ((("-w", "--no-warm"), False), (("--warm",), True), ((), False)):
+        ended = launcher.run("-q", *words, "-np", 2, "who.py", **environ)
+        assert ended.code == 0, ended.stderr
+        assert ended.stdout.count(f"] {expected}\n") == 2, (words, ended)
 
 
 def with_torch(launcher: Launcher, text: str) -> dict[str, str]:

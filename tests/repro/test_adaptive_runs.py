@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command import command
 from gang import addresses, specs
 from scripted import run_script
 
 from pliant import record
+from pliant.launch.plan import RunOptions
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 PROGRAM = """
@@ -71,7 +73,7 @@ def _result(output: str) -> str:
     return str(found[0])
 
 
-def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path) -> None:
+def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     asked = [word for policy in POLICIES for word in ("--policy", policy)]
     live = _run(tmp_path, "-w", "-np", "2", "-H", "127.0.0.1:4", "--record", "run.jsonl", *asked)
@@ -83,6 +85,9 @@ def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path) -> None:
     assert all(each["reason"] for each in decided)
     assert [fact for fact in facts if fact.kind == "view"], "the workers have changed"
     assert "loss" in next(fact for fact in facts if fact.kind == "step").data["values"]
-    assert _run(tmp_path, "-w", "-np", "3", "--replay", "run.jsonl") == live
-    assert _forked(tmp_path, 1, replay=str(tmp_path / "run.jsonl")) == live
+    seen: list[RunOptions] = []
+    monkeypatch.setattr("pliant.cli.run._launch", lambda options: seen.append(options) or 0)
+    command("run", "--replay", str(tmp_path / "run.jsonl"), str(tmp_path / "train.py"))
+    for size in (1, 3):
+        assert _forked(tmp_path, size, **seen[0].adapting) == live
     assert _forked(tmp_path, 2) != live, "without the decisions it is another result"

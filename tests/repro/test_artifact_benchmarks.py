@@ -137,7 +137,7 @@ def test_flags_about_tensorflow_are_taken_and_named() -> None:
 @pytest.mark.processes
 def test_under_pliant_run_as_the_artifacts_command() -> None:
     lines = lines_of(
-        start(*RUN, "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable, SYSTEM / "benchmark_kungfu.py",
+        start(*RUN, "--warm", "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable, SYSTEM / "benchmark_kungfu.py",
               "--kf-optimizer=sync-sgd", *SMALL, *FEW)
     )  # fmt: skip
     check(lines, the_artifacts_lines("/cpu:0"))

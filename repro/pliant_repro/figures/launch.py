@@ -267,7 +267,7 @@ def train(
     with contextlib.ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-run-")))
         place.mkdir(exist_ok=True)
-        launcher = [*PLIANT, "run", "-q", "-np", str(np), *run] if np else []
+        launcher = [*PLIANT, "run", "-q", "-np", str(np), *["--warm"] * (np > 1), *run] if np else []
         words = [*launcher, *program(task, place)]
         output = finish(words, environment(task.threads, pinned=pinned), f"{task.mode} run of {task.model}", timeout_s)
         log = RunLog(place, output)
