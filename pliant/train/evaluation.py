@@ -20,6 +20,7 @@ from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
 from pliant.train.context import RngState
 from pliant.train.rendezvous import spread_state
+from pliant.train.replica_copies import is_map
 from pliant.train.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -36,7 +37,18 @@ class ShardedEvaluation:
         """`options` are those of torch's DataLoader."""
         refused = {"shuffle", "sampler", "batch_sampler"} & set(options)
         if refused:
-            raise ConfigError(f"job.evaluate({', '.join(sorted(refused))}=...): the shards of an evaluation are fixed")
+            raise ConfigError(
+                f"job.evaluate({', '.join(sorted(refused))}=...): leave it out, because every replica evaluates a fixed share of "
+                "the dataset, in its order"
+            )
+        if not is_map(dataset):
+            raise ConfigError(
+                f"job.evaluate got a {type(dataset).__name__}: give it a dataset with __len__ and __getitem__, and a batch size"
+            )
+        try:
+            DataLoader(dataset, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"job.evaluate: {error}. It takes the options of torch's DataLoader") from None
         self._trainer, self._dataset, self._options = trainer, dataset, options
         self._figures: Figures = {}
         """The figures of the shard in progress."""
@@ -138,7 +150,10 @@ def all_reduce(trainer: Trainer, value: Any, op: str) -> Any:
     """Return the sum of a number or tensor over all workers; or with another `op` the "mean", "max" or "min"."""
     if op not in ("sum", "max", "min", "mean"):
         raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
-    own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    try:
+        own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(f"job.all_reduce({value!r:.60}): use a number or a tensor") from None
 
     def ask(engine: Engine) -> torch.Tensor:
         host = own.to("cpu", copy=True).contiguous()

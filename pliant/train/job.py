@@ -45,7 +45,14 @@ from pliant.train.sampling import LoaderOptions, loader_options
 from pliant.train.step import Step, Steps
 from pliant.train.sync import SyncStats
 from pliant.train.trainer import Trainer
-from pliant.train.wrapping import StateNamespace, check_epoch, check_optimizers, trainable_parameters
+from pliant.train.wrapping import (
+    StateNamespace,
+    as_list,
+    check_epoch,
+    check_optimizers,
+    trainable_parameters,
+    whole_number,
+)
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -152,7 +159,12 @@ class Job:
     def report(self, **values: float) -> None:
         """Add values of the step in progress to the record, beside what its turns log. The record takes those of the
         first worker."""
-        self._need_trainer().adaptation.values.update({name: float(value) for name, value in values.items()})
+        adaptation = self._need_trainer().adaptation
+        for name, value in values.items():
+            try:
+                adaptation.values[name] = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"job.report({name}={value!r:.60}): use a number") from None
 
     def sync_stats(self) -> SyncStats:
         """Return how the sums travel now, and how long the program has waited for the network."""
@@ -212,6 +224,7 @@ class Job:
         generators are moved as far as the program has moved these by the time of `job.epochs`.
         """
         self._declare("job.seed")
+        seed = whole_number(f"job.seed({seed!r})", seed)
         device = torch.device("cuda") if torch.cuda.is_available() else None
         state = seeded_rng(seed, device)
         restore_rng(state, device)
@@ -238,19 +251,25 @@ class Job:
         Raises:
             Unsliceable: replicas cannot take turns on this model; the message says why and what to do.
         """
-        if old or unknown:
-            given = ", ".join([f"a {type(each).__name__}" for each in old] + [f"{name}=" for name in unknown])
+        if old:
             raise TrainError(
-                f"job.wrap takes models and optimizers, but got {given}: since version 0.2 the data go to `job.loader(dataset, "
-                "batch_size=...)`, and the loop has two levels (docs/coming-from.md shows the change)"
+                f"job.wrap takes models and optimizers, but got a {type(old[0]).__name__}, too: since version 0.2 the data go to "
+                "`job.loader(dataset, batch_size=...)`, and the loop has two levels (docs/coming-from.md shows the change)"
+            )
+        if unknown:
+            raise TrainError(
+                f"job.wrap has no option {', '.join(unknown)}: leave it out, or give it to `job.loader` if it is about the data. "
+                "It takes find_unused_parameters, bucket_cap_mb and sync_buffers"
             )
         self._declare("job.wrap")
         if self._declared.wrapped is not None:
             raise TrainError("job.wrap was called twice: give it all models and optimizers at once, as lists")
-        models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        models = as_list(model, torch.nn.Module, "torch.nn.Module")
+        optimizers = as_list(optimizer, torch.optim.Optimizer, "torch.optim.Optimizer")
         if not models:
             raise ConfigError("job.wrap got an empty list of models: there is nothing to train")
+        if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+            raise ConfigError(f"job.wrap(bucket_cap_mb={bucket_cap_mb!r}): use a number of MiB above 0, as in DDP")
         for each in models:
             obstacles.check(each)
         parameters = [found for each in models for found in trainable_parameters(each)]
@@ -260,7 +279,10 @@ class Job:
             determinism.pin(self._settings.level, device)
         averaging = find_averaging(optimizers)
         if averaging is not None and len(models) > 1:
-            raise ConfigError(f"{averaging.describe()} averages one model, but there are {len(models)}")
+            raise ConfigError(
+                f"{averaging.describe()} can average one model, but job.wrap got {len(models)}: put them into one module, or use "
+                "a plain torch optimizer"
+            )
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
         self._declared.wrapped = Wrapped(models, optimizers, averaging, find_unused_parameters, cap_bytes, sync_buffers)
         return model, optimizer
@@ -290,7 +312,9 @@ class Job:
         """
         self._declare("job.loader")
         if self._declared.data is not None:
-            raise TrainError("a job has one loader: job.loader was called before")
+            raise TrainError(
+                "job.loader was called twice, but a job has one loader: use job.evaluate(dataset, batch_size) for validation data"
+            )
         dataset, options = loader_options(data, **loading)
         if not options.is_dealt and self._settings.replicas is None and self._spec is not None:
             raise ConfigError(
@@ -314,10 +338,14 @@ class Job:
         """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state: new
         workers and checkpoints get it. Returns `thing`."""
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
+            raise TrainError(
+                f"job.track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict: give it both, or keep its "
+                "values in job.state(...)"
+            )
         if name in self._declared.tracked:
-            raise TrainError(f"track({name!r}): there is already something under that name")
-        self._declare(f"track({name!r})")
+            there = type(self._declared.tracked[name]).__name__
+            raise TrainError(f"job.track({name!r}): a {there} is tracked under this name already: use another name")
+        self._declare(f"job.track({name!r})")
         self._declared.tracked[name] = thing
         return thing
 
@@ -350,7 +378,8 @@ class Job:
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs from `start` up to `count`, as `range(start, count)` does. A new worker, or a resumed job,
         begins at the job's present epoch, wherever its own `start` is."""
-        self._declared.first.epoch = start
+        whole_number(f"job.epochs({count!r})", count)
+        self._declared.first.epoch = whole_number(f"job.epochs(start={start!r})", start, 0)
         trainer = self._join()
         self._inside_epochs = True
         try:
@@ -372,8 +401,10 @@ class Job:
                 loader does, it draws from the replica's generators before the outer body of the step runs: give it where
                 a DDP script fetches the next batch ahead, at the end of the step before.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"job.steps({count!r}): use a number of steps, 1 or more")
+        count, start = (
+            whole_number(f"job.steps({count!r})", count, 1),
+            whole_number(f"job.steps(start={start!r})", start, 0),
+        )
         if self._inside_epochs or self._declared.data is not None:
             raise TrainError(
                 "job.steps is the loop of a program without job.epochs and job.loader: use either the one or the others"
@@ -407,8 +438,7 @@ class Job:
 
     def resize(self, num_workers: int) -> None:
         """Request another number of workers; 0 ends the job. It takes effect at a later step's boundary."""
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise ConfigError(f"resize({num_workers!r}): use a number of workers, 0 or more")
+        whole_number(f"job.resize({num_workers!r})", num_workers, 0)
         if self._trainer is not None:
             self._trainer.check_outer("job.resize()")
         if self.is_first:
@@ -493,6 +523,8 @@ class Job:
         It runs with the random state of replica 0, as code for rank 0 does in a DDP script. If the first worker is lost
         meanwhile, it runs on the next one. Results are numbers, strings, tensors, and lists and dicts of them.
         """
+        if not callable(function):
+            raise ConfigError(f"job.on_first({function!r:.60}): give it a function without arguments")
         return run_on_first(self._running(), function)
 
     def on_replicas(self, function: Callable[[int], Any], *, draws: bool = True) -> list[Any]:
@@ -503,6 +535,8 @@ class Job:
         the random numbers that it draws do not count. If a worker is lost meanwhile, others run its part. Results are
         numbers, strings, tensors, and lists and dicts of them.
         """
+        if not callable(function):
+            raise ConfigError(f"job.on_replicas({function!r:.60}): give it a function of the replica")
         return run_on_replicas(self._running(), function, draws=draws)
 
     # --- checkpoints ---
@@ -526,7 +560,9 @@ class Job:
         """Start from this checkpoint: a file, or the newest of a directory. Call it before `epochs`."""
         self._declare("job.load")
         if not Path(path).exists():
-            raise CheckpointError(f"{path}: there is no such checkpoint")
+            raise CheckpointError(
+                f"job.load({str(path)!r}): there is no such checkpoint; give a file that job.save wrote, or its directory"
+            )
         self._declared.load_path = path
 
     # --- messages ---

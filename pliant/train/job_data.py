@@ -11,6 +11,7 @@ from pliant.train.sampling import LoaderOptions, num_steps
 from pliant.train.step import Step, Steps
 from pliant.train.stream_loader import StreamLoader
 from pliant.train.trainer import Trainer
+from pliant.train.wrapping import whole_number
 
 
 class Loader:
@@ -42,7 +43,7 @@ class Loader:
         Samples that are dealt as by DistributedSampler use the order of the job's epoch by default. Samplers and datasets
         of the replicas' own get the call where they have a `set_epoch`.
         """
-        self._feeder.set_epoch(epoch)
+        self._feeder.set_epoch(whole_number(f"loader.set_epoch({epoch!r})", epoch, 0))
 
 
 def make_feeder(

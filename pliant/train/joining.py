@@ -16,6 +16,7 @@ from pliant.train.guard import EVERY
 from pliant.train.job import Job
 from pliant.train.replicas import Blocks
 from pliant.train.sync import check_sync_options
+from pliant.train.wrapping import whole_number
 from pliant.uncaught import report_uncaught
 
 
@@ -71,6 +72,14 @@ def join(
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
     if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int) or verify < 0):
         raise ConfigError(f"verify={verify!r}: use a number of steps, or 0 for never")
+    if seed is not None:
+        seed = whole_number(f"seed={seed!r}", seed)
+    if blocks is not None and not callable(blocks):
+        raise ConfigError(f"blocks={blocks!r}: use a function from the number of workers to the replicas on each")
+    if not isinstance(policies, Sequence):
+        raise ConfigError(f"policies={policies!r:.60}: use a list of policies")
+    if not isinstance(monitor or {}, Mapping):
+        raise ConfigError(f"monitor={monitor!r}: use a dict of steps, such as {{'noise_scale': 1}}")
     if spec is not None and spec.verify is not None:
         verify = spec.verify
     level = _level(determinism, spec)

@@ -73,6 +73,8 @@ class LoaderOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r}: must be a whole number")
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise ConfigError(f"prefetch_factor={self.prefetch_factor}: must be at least 1")
         if self.timeout_s < 0:

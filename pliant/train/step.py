@@ -76,6 +76,8 @@ class Turn:
                 f"step.log: {len(self.figures)} figures ({names}), but {MAX_FIGURES} travel with a step at most: log fewer, or "
                 "use job.report after the loop over the step for values that all workers know"
             )
+        if bad := [name for name in figures if "," in name]:
+            raise TrainError(f"step.log: {bad[0]!r}: use a name without a comma")
         if len(names.encode()) > MAX_NAMES:
             raise TrainError(f"step.log: the names {names} have more than {MAX_NAMES} bytes: use shorter ones")
 
@@ -234,8 +236,8 @@ class Step:
         self._trainer.skip_turn("step.no_backward()", Outcome.LOGGED)
 
     def keep(self, **values: Any) -> None:
-        """Keep copies of values of this replica's turn, such as noise or generated images, for its turn in the next pass of
-        this step. Another worker may host the replica then: tensors (without their graph), numbers, and lists and dicts of
+        """Keep copies of values of this replica's turn, such as noise or generated images, for its turn in the next loop
+        over this step. Another worker may host the replica then: tensors (without their graph), numbers, and lists and dicts of
         them can travel."""
         turn = self._trainer.running_turn("step.keep")
         copies = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), values)
@@ -244,7 +246,7 @@ class Step:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Copies of what this replica has kept in earlier passes of this step."""
+        """Copies of what this replica has kept in earlier loops over this step."""
         kept = self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
         copies: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.clone, kept)  # the turn may be taken again
         return copies
@@ -257,6 +259,10 @@ class Step:
         except KeyError:
             if self._trainer.is_taken_back:
                 return math.nan
+            if not isinstance(name, str):
+                raise TrainError(
+                    f"step[{name!r}]: a step is no batch. Write `for x, y in step:` around forward and backward"
+                ) from None
             known = ", ".join(self.means) or "nothing (figures are known after the loop over the step)"
             raise TrainError(f"step[{name!r}]: the turns of this step have logged {known}") from None
 

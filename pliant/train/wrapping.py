@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +27,29 @@ from pliant.train.pending import wrappers
 from pliant.train.replicas import Replicas
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def whole_number(what: str, value: Any, least: int | None = None) -> int:
+    """Return `value` as an int; raise ConfigError if it is no whole number, or below `least`. `what` shows it to the user."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise ConfigError(f"{what}: use a whole number{'' if least is None else f', {least} or more'}")
+    return number
+
+
+def as_list(given: Any, kind: type[Any], what: str) -> list[Any]:
+    """Return one thing or a sequence of them as a list. Raises ConfigError if one of them is not of this kind."""
+    found = list(given) if isinstance(given, Sequence) else [given]
+    for each in found:
+        if not isinstance(each, kind):
+            raise ConfigError(
+                f"job.wrap: a {type(each).__name__} is no {what}. Write job.wrap(model, optimizer), or give it a list of models "
+                "and a list of optimizers"
+            )
+    return found
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -219,8 +243,6 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Na
     """Raise ConfigError or Unsliceable if a job cannot use these optimizers."""
     known = {id(parameter) for _, parameter in parameters}
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
         for group in optimizer.param_groups:

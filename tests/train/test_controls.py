@@ -14,6 +14,7 @@ from golden import golden
 from stage import ALL, new_workers, run_fixed, staged
 from subject import Task, compare, differing
 from torch import nn
+from torch.utils.data import DataLoader
 
 import pliant
 from pliant.errors import CheckpointError, ConfigError, PliantError, TrainError, Unsliceable
@@ -279,3 +280,58 @@ def test_what_cannot_keep_the_bits_is_refused(
     monkeypatch.setattr(torch.amp.GradScaler, "update", torch.amp.GradScaler.update)
     with pliant.join(replicas=2) as job, pytest.raises(error, match=says):
         act(job)
+
+
+def _outer(act: Callable[[Any, Any], object]) -> Callable[[Any], None]:
+    """Return a program that does this after the turns of its first step."""
+
+    def program(job: Any) -> None:
+        model, _, _ = parts = _wrapped(job)
+        _loop(job, parts, lambda step, batch: model(batch).sum().backward(), lambda step: act(job, step))
+
+    return program
+
+
+def _epochs(*args: Any, **kwargs: Any) -> Callable[[Any], object]:
+    return lambda job: (_wrapped(job), next(job.epochs(*args, **kwargs)))
+
+
+def _wrap(**options: Any) -> Callable[[Any], object]:
+    model = _model()
+    return lambda job: job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+WRONG_VALUES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda job: job.wrap(torch.optim.SGD(_model().parameters()), _model()), "SGD is no torch.nn.Module"),
+    (lambda job: job.wrap(_model(), None), r"NoneType is no .*\. Write job\.wrap\(model, optimizer\)"),
+    (_wrap(device_ids=[0]), "no option device_ids: leave it out"),
+    (_wrap(bucket_cap_mb="25"), "bucket_cap_mb='25'.*: use a number of MiB above 0"),
+    (_epochs("10"), r"job\.epochs\('10'\): use a whole number"),
+    (_epochs(10, start=-1), r"job\.epochs\(start=-1\): use a whole number, 0 or more"),
+    (lambda job: job.seed("x"), r"job\.seed\('x'\): use a whole number"),
+    (lambda job: job.loader(Numbers(), batch_size=2).set_epoch("1"), r"loader\.set_epoch\('1'\): use a whole number"),
+    (lambda job: job.loader(Numbers(), batch_size=2, seed="1"), "seed='1': must be a whole number"),
+    (lambda job: job.track("number", 5), r"job\.track\('number'\): a int has no state_dict .* job\.state"),
+    (_outer(lambda job, step: step[0]), r"step\[0\]: a step is no batch\. Write `for x, y in step:`"),
+    (_outer(lambda job, step: job.evaluate(DataLoader(Numbers()))), "job.evaluate got a DataLoader: give it a dataset"),
+    (_outer(lambda job, step: job.evaluate(Numbers(), 0)), "job.evaluate: batch_size should be a positive integer"),
+    (_outer(lambda job, step: job.evaluate(Numbers(), shuffle=True)), "evaluates a fixed share"),
+    (_outer(lambda job, step: job.all_reduce("x")), r"job\.all_reduce\('x'\): use a number or a tensor"),
+    (_outer(lambda job, step: job.on_first(5)), r"job\.on_first\(5\): give it a function"),
+    (_outer(lambda job, step: job.report(loss="x")), r"job\.report\(loss='x'\): use a number"),
+]
+
+
+@pytest.mark.parametrize(("act", "says"), WRONG_VALUES, ids=[says for _, says in WRONG_VALUES])
+def test_a_wrong_value_is_named_with_its_remedy(act: Callable[[Any], object], says: str) -> None:
+    with pliant.join(replicas=2) as job, pytest.raises(PliantError, match=says):
+        act(job)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"policies": 5}, {"monitor": "noise_scale"}, {"seed": "x"}, {"blocks": 5}, {"verify": "off"}], ids=str
+)
+def test_a_wrong_option_of_join_is_named_with_its_remedy(wrong: dict[str, Any]) -> None:
+    [(name, value)] = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: use a "):
+        pliant.join(replicas=2, **wrong)
