@@ -6,10 +6,11 @@ list of parts, so both name the same things.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from pliant.train.job_state import JobState
 from pliant.train.replicas import Tensors
 
 LARGE_BYTES = 1 << 18
-"""Smaller tensors are put together before they are summed up."""
+"""Smaller tensors on the CPU are put together before they are summed up."""
+GROUP_BYTES = 1 << 26
+"""At most about so many bytes are put together."""
 SHA256 = "sha256:"
 MAX_SHOWN = 60
 """Longer numbers and texts are given as digests."""
@@ -128,23 +131,53 @@ def checksum_of(parts: Iterable[StatePart]) -> int:
     """Return one checksum of 64 bits of all parts; never 0. Tensors are summed up where they are, and each device is
     asked once for its result."""
     digest = hashlib.blake2b(digest_size=8)
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    devices: dict[torch.device, _DeviceSums] = {}
     for part in parts:
         value = part.value
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            if value.device not in devices:
+                devices[value.device] = _DeviceSums(value.device)
+            devices[value.device].add(value.detach())
+        else:
             data = _bytes_of(value)
             digest.update(b"%d:" % len(data) + data)
-        elif value.nbytes < LARGE_BYTES:
-            groups.setdefault((value.device, value.dtype), []).append(value.reshape(-1))
-        else:
-            sums.setdefault(value.device, []).append(_fold(value))
-    for (device, _), tensors in groups.items():
-        sums.setdefault(device, []).append(_fold(torch.cat(tensors)))
-    for found in sums.values():
-        for value in torch.stack(found).tolist():
-            digest.update(value.to_bytes(8, "little", signed=True))
+    for sums in devices.values():
+        for number in sums.read():
+            digest.update(number.to_bytes(8, "little", signed=True))
     return int.from_bytes(digest.digest(), "little") or 1
+
+
+class _DeviceSums:
+    """Sums of the tensors on one device. Small ones are put together first: each sum costs some calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Calls are what a GPU waits for; a CPU waits for its memory.
+        self._large_bytes = LARGE_BYTES if device.type == "cpu" else GROUP_BYTES
+        self._group: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._group_bytes = 0
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.nbytes >= self._large_bytes:
+            self._sums.append(_fold(tensor.contiguous().view(-1).view(torch.uint8)))
+            return
+        self._group.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        self._group_bytes += tensor.nbytes
+        if self._group_bytes >= GROUP_BYTES:
+            self._fold_group()
+
+    def _fold_group(self) -> None:
+        if self._group_bytes:
+            together = [torch.cat(tensors).view(torch.uint8) for tensors in self._group.values()]
+            together.append(_zeros(-self._group_bytes % _ROW_BYTES, self._device))
+            self._sums.append(_fold(torch.cat(together)))
+        self._group, self._group_bytes = {}, 0
+
+    def read(self) -> list[int]:
+        """Return the sums."""
+        self._fold_group()
+        return cast(list[int], torch.stack(self._sums).tolist()) if self._sums else []
 
 
 def digests_of(parts: Iterable[StatePart]) -> dict[str, str]:
@@ -166,16 +199,12 @@ def _bytes_of(value: Any) -> bytes:
     return value if isinstance(value, bytes) else repr(value).encode()
 
 
-def _fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum of the tensor's bits, on its device.
+def _fold(data: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of bytes, on their device.
 
-    Its words of 64 bits fill the rows of a matrix. Each row is summed, and the sums are added with odd weights. These
+    Their words of 64 bits fill the rows of a matrix. Each row is summed, and the sums are added with odd weights. These
     are sums of integers that wrap around: no order of summation changes them, and one flipped bit always does.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    data = flat.view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()  # only aligned bytes can be read as words
     num_rows, rest = divmod(data.numel(), _ROW_BYTES)
@@ -186,6 +215,11 @@ def _fold(tensor: torch.Tensor) -> torch.Tensor:
         last[:rest] = data[-rest:]
         total = total * 3 + (last.view(torch.int64) * _weights(_ROW_WORDS, data.device)).sum()
     return total
+
+
+@functools.cache
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=device)
 
 
 _known_weights: dict[torch.device, torch.Tensor] = {}
