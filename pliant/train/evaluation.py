@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Subset
 
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
-from pliant.train.context import RngState
 from pliant.train.rendezvous import spread_state
 from pliant.train.replica_copies import is_map
 from pliant.train.trainer import Trainer
@@ -66,7 +65,7 @@ class ShardedEvaluation:
 
     def __iter__(self) -> Iterator[Any]:
         trainer, count = self._trainer, self._trainer.replicas.count
-        done: dict[int, tuple[dict[str, float], RngState]] = {}
+        done: dict[int, tuple[dict[str, float], bytes]] = {}
         trainer.begin_shards("job.evaluate")
         shards = trainer.share_of(range(count))
         self.is_running = True
@@ -77,7 +76,7 @@ class ShardedEvaluation:
                     trainer.begin_shard(shard)
                     yield from self._batches(shard, count)
                     figures = {name: _number(name, value) for name, value in self._figures.items()}
-                    done[shard] = figures, trainer.end_shard()
+                    done[shard] = figures, trainer.end_shard(shard)
                 rows = self._gather(done)
                 found = {shard: (figures, state) for row in rows for shard, figures, state in json.loads(row)}
                 missing = [shard for shard in range(count) if shard not in found]
@@ -86,12 +85,14 @@ class ShardedEvaluation:
                 shards = trainer.share_of(missing)
         finally:
             self.is_running = False
-        trainer.end_shards({shard: RngState.from_bytes(base64.b64decode(found[shard][1])) for shard in found})
+        trainer.end_shards({shard: base64.b64decode(found[shard][1]) for shard in found})
         self.totals = _add([found[shard][0] for shard in sorted(found)])
 
-    def _gather(self, done: dict[int, tuple[dict[str, float], RngState]]) -> list[bytes]:
+    def _gather(self, done: dict[int, tuple[dict[str, float], bytes]]) -> list[bytes]:
         """Return what all workers have evaluated."""
-        row = json.dumps([[shard, figures, _text(state)] for shard, (figures, state) in done.items()]).encode()
+        row = json.dumps(
+            [[shard, figures, base64.b64encode(left).decode()] for shard, (figures, left) in done.items()]
+        ).encode()
         return self._trainer.together(
             lambda engine: engine.all_gather_bytes("shards", row), lambda: [row], "job.evaluate"
         )
@@ -99,10 +100,6 @@ class ShardedEvaluation:
     def _batches(self, shard: int, count: int) -> Iterator[Any]:
         indices = range(shard, len(self._dataset), count)
         return iter(DataLoader(Subset(self._dataset, indices), **self._options))
-
-
-def _text(state: RngState) -> str:
-    return base64.b64encode(state.to_bytes()).decode()
 
 
 def _number(name: str, value: Any) -> float:
@@ -131,7 +128,7 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
     while True:
         for replica in replicas:
             trainer.begin_shard(replica)
-            done[replica] = function(replica), trainer.end_shard().to_bytes()
+            done[replica] = function(replica), trainer.end_shard(replica)
 
         def ask(engine: Engine) -> list[Any]:
             return [spread_state(engine, done if engine.rank == rank else None, rank) for rank in range(engine.size)]
@@ -142,7 +139,7 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
         if not missing:
             break
         replicas = trainer.share_of(missing)
-    trainer.end_shards({replica: RngState.from_bytes(state) for replica, (_, state) in found.items()} if draws else {})
+    trainer.end_shards({replica: left for replica, (_, left) in found.items()} if draws else {})
     return [found[replica][0] if replica in found else None for replica in range(count)]
 
 
@@ -182,12 +179,12 @@ def run_on_first(trainer: Trainer, function: Callable[[], Any]) -> Any:
     def run() -> dict[str, Any]:
         if not results:
             trainer.begin_shard(0)
-            results.append({"result": function(), "random": trainer.end_shard().to_bytes()})
+            results.append({"result": function(), "left": trainer.end_shard(0)})
         return results[0]
 
     def ask(engine: Engine) -> Any:
         return spread_state(engine, run() if engine.rank == 0 else None)
 
     found = trainer.together(ask, run, "job.on_first")
-    trainer.end_shards({0: RngState.from_bytes(found["random"])})
+    trainer.end_shards({0: found["left"]})
     return found["result"]

@@ -353,7 +353,7 @@ class PhaseMachine:
         newest = max(report.passes for report in reports)
         if self.passes == newest:
             # Where all have the sums of the present pass, it counts, though nobody could be sure of it before.
-            all_have = all(report.has_sums for report in reports)
+            all_have = all(report.has_sums and report.passes == newest for report in reports)
             return self._count_pass() if self.has_sums and all_have else self._go_on()
         if self.has_sums and self.passes == newest - 1:
             return self._count_pass()  # somebody has gone on, so everybody has the sums

@@ -9,6 +9,7 @@ workers have taken part in the next step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import sys
@@ -86,8 +87,6 @@ class EnteredView:
     """Whether this worker tells about the change."""
     was_planned: bool
     """Whether all workers of the last view had agreed on it; else one of them was lost, or the job begins."""
-    started_job: bool = False
-    """Whether the job has started in this view."""
     made_state: bool = False
     """Whether this worker has made the state that it starts with."""
 
@@ -188,12 +187,14 @@ class ViewRendezvous:
         offered = 0
         reclaim_state(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = lend_state(member, membership.number, self._state.read())
+            lent = self._state.read()
+            lent["tracked"] = copy.deepcopy(lent["tracked"])  # the program may change them before its next pass
+            offered = lend_state(member, membership.number, lent)
         engine = self._engine = member.enter(membership)
         report = self._report(own, offered, stays=not planned)
         submitted = self._submit_report(engine, "settle", report)
         reports: Sequence[MemberReport] = [report]
-        started_job = made_state = False
+        made_state = False
         if planned:
             # All members of the old view have done its last pass, so they know that they hold the state. They do not
             # wait for the reports of new workers, who fetch the state while these train on.
@@ -201,7 +202,6 @@ class ViewRendezvous:
         else:
             reports = self._wait_for_reports(submitted, report)
             if not _holders(reports):
-                started_job = True
                 if engine.rank == 0:
                     self._start_job(membership.begun)
                     self.has_state = made_state = True
@@ -210,7 +210,7 @@ class ViewRendezvous:
                 reports = self._wait_for_reports(self._submit_report(engine, "begin", report), report)
             first = _holders(reports)[0]
             self._check(reports, first, engine)
-        return EnteredView(engine, reports, engine.rank == first, planned, started_job, made_state)
+        return EnteredView(engine, reports, engine.rank == first, planned, made_state)
 
     def share_state(self, view: EnteredView) -> None:
         """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""

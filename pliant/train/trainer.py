@@ -27,7 +27,7 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
 from pliant.errors import CommError, MustBeReplaced, TrainError
 from pliant.train import trace
-from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.context import RNG_BYTES, ReplicaContext, RngState, capture_rng
 from pliant.train.deferred import DeferredUpdates, is_survivable
 from pliant.train.events import Listeners, StepCommitted, ViewChanges
 from pliant.train.exchange import StepMessage
@@ -190,7 +190,7 @@ class Trainer:
             self.state.lent = {}
         self._fetched = self._rendezvous.report_fetched(entered)
         if not had_view:
-            self._joins_late = not entered.started_job or self.progress.epoch_step > 0
+            self._joins_late = self.progress.in_epoch
         self._use_view(entered, placement)
         if had_view:
             self.changes.begin(since_s, old_size, not entered.was_planned)
@@ -385,6 +385,7 @@ class Trainer:
         else:
             self._outer.note_draws()
         self.state.forget_loaded()
+        self.progress.in_epoch = True
         self._perform(self._handle(StepAsked()))
 
     def _load_step(self) -> bool:
@@ -441,6 +442,8 @@ class Trainer:
         if self.is_taken_back or (self.adaptation.has_decided and not self.wait_for_sums()):
             return  # decisions wait until the step surely counts
         self._end_batches()
+        for reducer in self.reducers:
+            reducer.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
         if self._reported_view != self._last_pass_in == self._member.entered:
@@ -590,6 +593,12 @@ class Trainer:
                 1 << number for number, each in enumerate(self.reducers) if each.wanted and each.bases
             )
         if turn.models:
+            if turn.outcome is not Outcome.NOTHING:
+                what = "step.skip()" if turn.outcome is Outcome.SKIPPED else "step.no_backward()"
+                raise TrainError(
+                    f"backward() after {what} in the turn of replica {turn.replica} of step {self.progress.step}: leave out one "
+                    "of them"
+                )
             turn.outcome = Outcome.SUMMED
         elif turn.outcome is Outcome.SKIPPED and not turn.is_last:
             for reducer in self.reducers:
@@ -792,18 +801,33 @@ class Trainer:
         self._outer.end()
 
     def begin_shard(self, replica: int) -> None:
-        restore_rng(self._outer.random_of(replica), self._device)
+        context = self.replicas.contexts[replica].with_random(self._outer.random_of(replica))
+        self.replica_switch.restore(context, self.state.first_buffers)
 
-    def end_shard(self) -> RngState:
-        return capture_rng(self._device)
+    def end_shard(self, replica: int) -> bytes:
+        """Return what a shard leaves: the random state of its replica, and the buffers that later turns begin with, if the
+        shard has changed them."""
+        changed, present = b"", self.replica_switch.capture_buffers()
+        if replica == 0 or not self.state.sync_buffers:
+            packed = bytes(self.state.buffers.pack(present).numpy())
+            before = self.replicas.contexts[replica].buffers or bytes(
+                self.state.buffers.pack(self.state.first_buffers).numpy()
+            )
+            changed = packed if packed != before else b""
+        return capture_rng(self._device).to_bytes() + changed
 
-    def end_shards(self, states: dict[int, RngState]) -> None:
-        """End an evaluation: each of these replicas goes on from the state after its shard."""
-        self.replicas.contexts = [
-            each.with_random(states[replica]) if replica in states else each
-            for replica, each in enumerate(self.replicas.contexts)
-        ]
-        self._batches.move_past(states.keys())
+    def end_shards(self, left: dict[int, bytes]) -> None:
+        """End an evaluation: each of these replicas goes on with what its shard has left."""
+        contexts = list(self.replicas.contexts)
+        for replica, data in left.items():
+            before, random, changed = contexts[replica], RngState.from_bytes(data[:RNG_BYTES]), data[RNG_BYTES:]
+            own = b"" if self.state.sync_buffers else changed or before.buffers
+            contexts[replica] = ReplicaContext(random, before.stream, own)
+            if changed and replica == 0:
+                flat = torch.frombuffer(bytearray(changed), dtype=torch.uint8)
+                self.state.use_first_buffers(self.state.buffers.unpack(flat))
+        self.replicas.contexts = contexts
+        self._batches.move_past(left.keys())
         self._outer.begin()
 
     def end_epoch(self, epoch: int) -> None:
@@ -812,6 +836,7 @@ class Trainer:
         if self.progress.epoch == epoch and self.wait_for_sums():
             self.progress.epoch += 1
             self.progress.epoch_step = 0
+            self.progress.in_epoch = False
             self._loop_of, self.state.answers, self._answers_read = None, [], 0
 
     def finish(self) -> None:

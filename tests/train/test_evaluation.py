@@ -16,12 +16,12 @@ import pliant
 from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
 from pliant.errors import TrainError
-from pliant.train.context import RngState, seeded_rng
+from pliant.train.context import seeded_rng
 from pliant.train.evaluation import ShardedEvaluation, run_on_replicas
 from pliant.train.replicas import place_replicas
 
 SHARDS = 6
-STATES = {replica: seeded_rng(replica) for replica in range(SHARDS)}
+STATES = {replica: seeded_rng(replica).to_bytes() for replica in range(SHARDS)}
 DATA = torch.rand(29, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1e3
 
 
@@ -35,7 +35,7 @@ class Shares:
         self.replicas = SimpleNamespace(count=SHARDS)
         self.hosted: Sequence[int] = place_replicas(SHARDS, engine.size, engine.rank).hosted
         self.begun: list[int] = []
-        self.ended: dict[int, RngState] = {}
+        self.ended: dict[int, bytes] = {}
         self.answer: Callable[[list[bytes]], list[bytes]] = lambda rows: rows
 
     def begin_shards(self, what: str) -> None:
@@ -44,11 +44,12 @@ class Shares:
     def begin_shard(self, replica: int) -> None:
         self.begun.append(replica)
 
-    def end_shard(self) -> RngState:
-        return STATES[self.begun[-1]]
+    def end_shard(self, replica: int) -> bytes:
+        assert replica == self.begun[-1]
+        return STATES[replica]
 
-    def end_shards(self, states: dict[int, RngState]) -> None:
-        self.ended = states
+    def end_shards(self, left: dict[int, bytes]) -> None:
+        self.ended = left
 
     def share_of(self, shards: Sequence[int]) -> list[int]:
         return [shard for shard in shards if shard in self.hosted]
@@ -249,3 +250,50 @@ def test_batches_are_loaded_before_what_the_outer_body_draws_and_evaluates() -> 
             for place in (1, 6):
                 expected[replica][8 * step + place] = found[replica][8 * step + place]
     assert found == dict(enumerate(expected))
+
+
+class Drifting(torch.nn.Module):
+    """Its buffer changes in every forward, in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return self.line(x - self.mean)
+
+
+@pytest.mark.parametrize("sync_buffers", [True, False])
+def test_each_shard_begins_with_the_buffers_of_its_replica_and_training_goes_on_with_those_it_leaves(
+    sync_buffers: bool,
+) -> None:
+    """As with DDP: a rank evaluates with the buffers that it has, and the buffers of rank 0 are sent with the next forward."""
+    data, seen = torch.arange(12.0).view(12, 1), list[float]()
+    with pliant.join(replicas=3) as job:
+        model = Drifting()
+        model, _ = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_buffers=sync_buffers)
+        loader = job.loader(data, batch_size=2, shuffle=False)
+        for _ in job.epochs(1):
+            for x in job.evaluate(data, batch_size=2):
+                model(x)
+                seen.append(float(model.mean))
+            first = float(model.mean)
+            for step in loader:
+                for x in step:
+                    seen.append(float(model.mean))
+                    model(x).sum().backward()
+                break
+
+    def after(shard: int) -> list[float]:
+        mean, found = torch.zeros(1), []
+        for batch in data[shard::3].split(2):
+            mean = 0.9 * mean + 0.1 * batch.mean()
+            found.append(float(mean))
+        return found
+
+    ends = [after(shard)[-1] for shard in range(3)]
+    assert seen[:6] == [value for shard in range(3) for value in after(shard)]
+    assert first == ends[0]
+    assert seen[6:] == ([ends[0]] * 3 if sync_buffers else ends)

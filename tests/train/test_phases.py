@@ -81,6 +81,15 @@ def after_pass(machine: PhaseMachine, *, for_sure: bool = True) -> PhaseMachine:
     return machine
 
 
+def test_the_sums_of_an_earlier_pass_are_not_those_of_the_present_one() -> None:
+    machine = after_pass(training())
+    machine.handle(PassBegun(has_turns=False))
+    assert machine.handle(SumsArrived()) == Confirm()
+    machine.handle(PeerLost(""))
+    reports = (machine.report, Report(0, has_sums=True))
+    assert machine.handle(ViewEntered(reports, 1)) == Exchange(), "once more, with the other"
+
+
 def test_a_pass_is_turns_sums_and_a_confirmation() -> None:
     machine = after_turns(training())
     assert machine.handle(SumsArrived()) == Confirm()

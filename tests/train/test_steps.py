@@ -174,3 +174,17 @@ def test_gradients_that_a_step_leaves_are_part_of_the_state_unless_steps_begin_b
         assert step() is not None, "it adds to them now"
     finally:
         reducer.close()
+
+
+@pytest.mark.parametrize("what", ["skip", "no_backward"])
+def test_a_turn_that_is_skipped_has_no_backward(what: str) -> None:
+    def program() -> None:
+        with a_job(replicas=3) as (job, model, _, loader):
+            for _ in job.epochs(1):
+                for step in loader:
+                    for x in step:
+                        getattr(step, what)()
+                        model(x).sum().backward()
+
+    with pytest.raises(TrainError, match=rf"backward\(\) after step.{what}\(\) in the turn of replica 0 of step 0"):
+        program()
