@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gang import Gang, gang
-from programs import Centered, Images, ImageStream, StatelessStream, may_have_children, seed_all
+from programs import Images, ImageStream, StatelessStream, may_have_children, seed_all
 from stage import new_workers, spec_of, view_of
 from torch import Tensor, nn
 
@@ -121,7 +121,6 @@ def _net(outputs: int) -> nn.Module:
         nn.Linear(64, 24),
         nn.BatchNorm1d(24),
         nn.ReLU(),
-        Centered(24),
         nn.Dropout(0.2),
         nn.Linear(24, outputs),
     )
@@ -142,19 +141,20 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
         state = job.state(begun=0, epochs=[], totals=[], drawn=[], loss=0.0)
 
         def digest() -> str:
-            found = hashlib.sha256(
-                repr((sorted(vars(state).items()), [each.last_epoch for each in schedulers])).encode()
-            )
-            for model, optimizer in zip(models, optimizers, strict=True):
-                buffers = job._trainer.state.first_buffers
-                kept = [value for each in optimizer.state.values() for value in each.values()]
-                for tensor in [*model.parameters(), *kept, *buffers]:
-                    found.update(tensor.detach().numpy().tobytes())
-            return found.hexdigest()
+            """Of four parts, so that a difference tells where it is."""
+            values = repr((sorted(vars(state).items()), [each.last_epoch for each in schedulers]))
+            kept = [value for optimizer in optimizers for each in optimizer.state.values() for value in each.values()]
+            parameters = [parameter for model in models for parameter in model.parameters()]
+            parts = [
+                b"".join(each.detach().numpy().tobytes() for each in tensors)
+                for tensors in (parameters, kept, job._trainer.state.first_buffers)
+            ]
+            return "-".join(hashlib.sha256(part).hexdigest()[:16] for part in (values.encode(), *parts))
 
         def committed(event: Any) -> None:
-            # Looking at parameters would wait for updates that are on their way.
-            seen = None if job.has_pending_updates else digest()
+            # Looking at parameters would wait for updates that are on their way. If one is lost, the step is taken back.
+            is_sure = not job.has_pending_updates and job._trainer.deferred.lost is None
+            seen = digest() if is_sure else None
             write("commit", step=event.step, view=job.view, rank=event.rank, size=event.num_workers, digest=seen)
 
         job.on_commit(committed)
@@ -338,8 +338,15 @@ class Storm:
         with ConfigServer(ServerConfig(port=0)).running() as server, ConfigClient(server.url) as client:
             self._url = server.url
             self.note(f"life {number}")
-            client.put(view_of(new_workers(self.chance.randint(1, 4))))
+            client.put(view_of(self._new_workers(self.chance.randint(1, 4))))
             yield client
+
+    def _new_workers(self, count: int) -> list[Worker]:
+        """Return workers whose addresses nobody has had before."""
+        known = {each.worker for each in self.crew}
+        while known.intersection(found := new_workers(count)):
+            pass
+        return found
 
     def _live(self, client: ConfigClient, *, is_last: bool) -> None:
         began_s, told_s = time.monotonic(), 0.0
@@ -379,12 +386,12 @@ class Storm:
                 case "kill":
                     one.gang.kill(0)
                 case "add" if len(living) < 5:
-                    client.add_worker(new_workers(1)[0])
+                    client.add_worker(self._new_workers(1)[0])
                 case "view":
                     kept = self.chance.sample(members, self.chance.randint(1, len(members)))
                     view = [
                         *(each.worker for each in kept),
-                        *new_workers(self.chance.randint(0, 4 - min(4, len(kept)))),
+                        *self._new_workers(self.chance.randint(0, 4 - min(4, len(kept)))),
                     ]
                     self.chance.shuffle(view)
                     client.put(view_of(view))
@@ -453,10 +460,10 @@ class Storm:
                 and wanted.workers
                 and not any(other.lives and other.worker in wanted.workers for other in self.crew)
             ):
-                client.add_worker(new_workers(1)[0])
+                client.add_worker(self._new_workers(1)[0])
             client.lost(each.worker, f"exit code {each.code}")
             if self.chance.random() < 0.5:
-                client.add_worker(new_workers(1)[0])
+                client.add_worker(self._new_workers(1)[0])
 
     def _dump(self) -> None:
         """Have every worker write where it is."""
