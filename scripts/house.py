@@ -7,6 +7,7 @@ Imports inside functions count like those at the top of a file; imports under `i
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ def modules(package: Path) -> dict[str, Path]:
 def imports_of(path: Path, known: Mapping[str, Path]) -> set[str]:
     """Return the names of the modules in `known` that the file imports."""
     found = set()
-    for node in _runtime_nodes(ast.parse(path.read_text())):
+    for node in _runtime_nodes(_parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -33,6 +34,11 @@ def imports_of(path: Path, known: Mapping[str, Path]) -> set[str]:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in known else node.module)
     return found & set(known)
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -73,7 +79,7 @@ def repeated_classes(package: Path) -> dict[str, list[str]]:
     """Return the names that more than one module gives to a class, with those modules."""
     owners: dict[str, list[str]] = defaultdict(list)
     for name, path in modules(package).items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.ClassDef):
                 owners[node.name].append(name)
     return {name: found for name, found in sorted(owners.items()) if len(set(found)) > 1}

@@ -29,12 +29,12 @@ class Port:
 PORTS = [
     Port("nanogpt", Fault("backward", 1), ("--max_iters", "4"), ("--init_from", "resume"), first=3, replicas=(3, 2)),
     Port("imagenet", Fault("evaluation", 1, step=4), ("--epochs", "2"), ("--resume", "checkpoint.pth.tar")),
-    Port("mingpt", Fault("outer", 0), ("1",), ("3",), replicas=(3, 2)),
+    Port("mingpt", Fault("outer", 0), ("1",), ("3",)),
     Port("torchrun", Fault("forward", 0), ("1",), ("3",)),
     Port("wgan", Fault("outer", 1, step=4)),
-    Port("gan", Fault("outer", 1), replicas=(3, 2)),
+    Port("gan", Fault("outer", 1)),
     Port("ema", Fault("forward", 2)),
-    Port("loop", Fault("backward", 0), replicas=(3, 2)),
+    Port("loop", Fault("backward", 0)),
     Port("sampler", Fault("forward", 1)),
     Port("stream", Fault("backward", 2)),
 ]
