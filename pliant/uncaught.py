@@ -6,10 +6,12 @@ A worker that ends only because it has lost another one is never blamed. Any oth
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from pliant.errors import (
     LOST_PEER_EXIT,
@@ -78,3 +80,18 @@ def report_uncaught(rank: Callable[[], int]) -> None:
 
     if getattr(before, "__module__", "") != __name__:
         sys.excepthook = show
+
+
+def end_with(error: BaseException) -> NoReturn:
+    """End this process as `error` would if nobody caught it. Python drops the errors of functions that run at exit."""
+    code: object = 1
+    try:
+        if isinstance(error, SystemExit):
+            code = error.code
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as leaving:
+        code = leaving.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -161,18 +161,30 @@ class Checkpointing:
         self._directory, self._every = directory, every
         """The job's own directory, empty if it has none; and the number of steps between checkpoints, 0 for never."""
         self._writer: CheckpointWriter | None = None
-        self.asked_path: str | None = None
-        """The checkpoint to write with the step in progress; empty for the job's own directory."""
+        self._asked: str | None = None
+        """The checkpoint to write when the step or the epoch in progress ends; empty for the job's own directory."""
+
+    def ask(self, path: str) -> None:
+        """Ask for a checkpoint at the end of the step or the epoch in progress, whichever comes first."""
+        if path:
+            _file_name(0, Path(path).name)  # a name that cannot be is refused here and now
+        self._asked = path
 
     def end_step(self, event: StepCommitted, wait_for_sums: Callable[[], bool]) -> None:
         """Write a checkpoint of the committed step, if one is due or asked for. The first worker does so.
 
         `wait_for_sums` returns False if the step is taken back instead; it is written when it is repeated.
         """
-        path, self.asked_path = self.asked_path, None
+        path, self._asked = self._asked, None
         is_due = self._every > 0 and event.step % self._every == 0
         if (is_due or path is not None) and event.rank == 0 and wait_for_sums():
             self.write(path or "")
+
+    def end_epoch(self, is_first: bool, wait_for_sums: Callable[[], bool]) -> None:
+        """Write the checkpoint that was asked for between the steps of an epoch that has ended."""
+        path, self._asked = self._asked, None
+        if path is not None and is_first and wait_for_sums():
+            self.write(path)
 
     def write_last(self, *, is_between_steps: bool) -> None:
         """Keep the last state: the job is told to end, or its last worker must leave. A job cannot resume in the middle of

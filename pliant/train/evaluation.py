@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from pliant.child import die_with
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
 from pliant.train.rendezvous import spread_state
@@ -51,22 +54,27 @@ class ShardedEvaluation:
         self._trainer, self._dataset, self._options = trainer, dataset, options
         self._figures: Figures = {}
         """The figures of the shard in progress."""
-        self.is_running = False
+        self.is_running = self._is_left = False
         self.totals: dict[str, float] = {}
 
     def total(self, figures: Figures) -> dict[str, float]:
         """Add figures of the present batch to those of its shard; return the totals, which are known after the loop."""
         if figures and not self.is_running:
             raise TrainError(NO_EVALUATION)
+        if self._is_left:
+            raise TrainError(
+                "job.total() after a loop over job.evaluate that was left early: how far it came depends on the workers. To "
+                "evaluate less, give job.evaluate a part of the dataset (torch.utils.data.Subset)"
+            )
         for name, value in figures.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._figures[name] = self._figures[name] + value if name in self._figures else value
         return self.totals
 
     def __iter__(self) -> Iterator[Any]:
-        trainer, count = self._trainer, self._trainer.replicas.count
-        done: dict[int, tuple[dict[str, float], bytes]] = {}
+        trainer, done = self._trainer, dict[int, tuple[dict[str, float], bytes]]()
         trainer.begin_shards("job.evaluate")
+        count = trainer.replicas.count
         shards = trainer.share_of(range(count))
         self.is_running = True
         try:
@@ -83,6 +91,10 @@ class ShardedEvaluation:
                 if not missing:
                     break
                 shards = trainer.share_of(missing)
+        except GeneratorExit:
+            self._is_left = True
+            trainer.end_shards({})
+            raise
         finally:
             self.is_running = False
         trainer.end_shards({shard: base64.b64decode(found[shard][1]) for shard in found})
@@ -99,7 +111,18 @@ class ShardedEvaluation:
 
     def _batches(self, shard: int, count: int) -> Iterator[Any]:
         indices = range(shard, len(self._dataset), count)
-        return iter(DataLoader(Subset(self._dataset, indices), **self._options))
+        options = dict(self._options)
+        if options.get("num_workers"):
+            options["worker_init_fn"] = partial(_begin_loading, os.getpid(), options.get("worker_init_fn"))
+        return iter(DataLoader(Subset(self._dataset, indices), **options))
+
+
+def _begin_loading(parent: int, user: Callable[[int], None] | None, number: int) -> None:
+    """Begin a process of torch's DataLoader. It shall not outlive a worker that is killed: it has its connections, too."""
+    if os.getppid() == parent:  # else a fork server has made it
+        die_with(parent)
+    if user is not None:
+        user(number)
 
 
 def _number(name: str, value: Any) -> float:
@@ -122,8 +145,8 @@ def _add(shards: list[dict[str, float]]) -> dict[str, float]:
 
 def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
     """Return what `function` returns for each replica. The replicas are dealt over the workers that there are."""
-    count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
     trainer.begin_shards("job.on_replicas")
+    count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
     replicas = trainer.share_of(range(count))
     while True:
         for replica in replicas:

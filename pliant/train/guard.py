@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from pliant.cluster import Worker
 from pliant.comm.engine import Engine
-from pliant.train.job_state import JobState
 from pliant.train.state_parts import SHA256, StatePart, checksum_of, digests_of, parts_of
+
+if TYPE_CHECKING:
+    from pliant.train.job_state import JobState
 
 EVERY = 100
 """The number of steps between two comparisons."""

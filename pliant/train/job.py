@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from pliant.train.feeder import Feeder, NumberFeeder
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.job_control import WorkerRequests, announce
 from pliant.train.job_data import Loader, make_feeder
+from pliant.train.loops import EpochLoop, is_left_by_error
 from pliant.train.optim import find_averaging
 from pliant.train.replicas import Replicas, ReplicaSwitch
 from pliant.train.sampling import LoaderOptions, loader_options
@@ -53,6 +55,7 @@ from pliant.train.wrapping import (
     trainable_parameters,
     whole_number,
 )
+from pliant.uncaught import end_with
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -78,9 +81,13 @@ class Job:
         self._parts: Assembled | None = None
         """The parts of the job, once it runs."""
         self._evaluation: ShardedEvaluation | None = None
-        self._inside_epochs = False
+        self._loop: EpochLoop | None = None
+        """The loop over the steps of the present epoch; None outside of `epochs`."""
+        self._is_finished = False
+        self._failure: BaseException | None = None
+        """What went wrong at a place where Python lets nobody raise it."""
         determinism.pin(settings.level, torch.device("cpu"))
-        atexit.register(self.close)
+        atexit.register(self._end_program)
         if spec is not None and spec.elastic:
             self._requests.leave_on_sigterm()
 
@@ -178,7 +185,8 @@ class Job:
     # --- listeners, for records, checkpoints and measurements ---
 
     def on_commit(self, listener: Callable[[StepCommitted], None]) -> None:
-        """Call `listener` on this worker after each committed step, before the next one begins."""
+        """Call `listener` on this worker after each committed step, before the next one begins. An error that it raises
+        ends this worker, like any other error of the program."""
         self._listeners.commit.append(listener)
 
     def on_view_change(self, listener: Callable[[ViewChange], None]) -> None:
@@ -332,7 +340,7 @@ class Job:
         check_epoch(replicas)
         self._declared.data = feeder, replicas
         self._stack.callback(feeder.close)
-        return Loader(feeder, replicas, self._running)
+        return Loader(feeder, replicas, lambda: self._running_loop().steps())
 
     def track(self, name: str, thing: Any) -> Any:
         """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state: new
@@ -377,19 +385,29 @@ class Job:
 
     def epochs(self, count: int, *, start: int = 0) -> Iterator[int]:
         """Yield the epochs from `start` up to `count`, as `range(start, count)` does. A new worker, or a resumed job,
-        begins at the job's present epoch, wherever its own `start` is."""
+        begins at the job's present epoch, wherever its own `start` is.
+
+        The training ends with this loop, on all workers: at its end, or where all of them leave it by `break`.
+        """
+        if self._is_finished:
+            raise TrainError("job.epochs: the training has ended with the loop before; a job has one such loop")
         whole_number(f"job.epochs({count!r})", count)
         self._declared.first.epoch = whole_number(f"job.epochs(start={start!r})", start, 0)
         trainer = self._join()
-        self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:
                 epoch = trainer.progress.epoch
-                yield epoch
-                trainer.end_epoch(epoch)
+                self._loop = EpochLoop(trainer, epoch)
+                try:
+                    yield epoch
+                except GeneratorExit:
+                    if not is_left_by_error():
+                        self._end_early()
+                    raise
+                self._end_epoch(epoch)
             self._finish()
         finally:
-            self._inside_epochs = False
+            self._loop = None
 
     def steps(self, count: int, *, start: int = 0, batch: Callable[[int], Any] | None = None) -> Iterator[Step]:
         """Yield the steps of a whole job whose program makes its own batches, from `start` up to `count`: `for replica
@@ -405,14 +423,14 @@ class Job:
             whole_number(f"job.steps({count!r})", count, 1),
             whole_number(f"job.steps(start={start!r})", start, 0),
         )
-        if self._inside_epochs or self._declared.data is not None:
+        if self._loop is not None or self._declared.data is not None:
             raise TrainError(
                 "job.steps is the loop of a program without job.epochs and job.loader: use either the one or the others"
             )
         options = LoaderOptions(batch_size=1, shuffle=False)
         self._declared.data = NumberFeeder(count, batch), Replicas(self.replicas, count * self.replicas, options)
         self._declared.first.step = self._declared.first.epoch_step = start
-        return Steps(step for _ in self.epochs(1) for step in self._running().steps())
+        return Steps(step for _ in self.epochs(1) for step in self._running_loop().steps())
 
     def _join(self) -> Trainer:
         if self._parts is None:
@@ -429,8 +447,25 @@ class Job:
             self._parts.trainer.trace_engine()
         return self._parts.trainer
 
+    def _end_epoch(self, epoch: int) -> None:
+        assert self._parts is not None, "the job runs"
+        self._parts.trainer.end_epoch(epoch)
+        self._parts.checkpointing.end_epoch(self.is_first, self._parts.trainer.wait_for_sums)
+
+    def _end_early(self) -> None:
+        """End the training where the program has left its loop. An error is kept: nobody can raise it in a `break`."""
+        loop = self._loop
+        assert loop is not None, "the program was inside of epochs"
+        try:
+            if loop.has_ended:
+                self._end_epoch(loop.epoch)
+            self._finish()
+        except BaseException as error:
+            self._failure = error
+
     def _finish(self) -> None:
         assert self._parts is not None, "the job runs"
+        self._is_finished = True
         self._parts.trainer.finish()
         self._parts.checkpointing.flush()
         self._parts.trainer.adaptation.end_job()
@@ -445,8 +480,12 @@ class Job:
             self._member.resize(num_workers)
 
     def close(self) -> None:
-        """Leave the job. This happens by itself when the program ends."""
-        atexit.unregister(self.close)
+        """Leave the job. This happens by itself when the program ends.
+
+        Raises:
+            TrainError: the states of the workers differed when the program left its loop by `break`.
+        """
+        atexit.unregister(self._end_program)
         if self._parts is not None:
             self._parts.checkpointing.close()
         if self._trainer is not None:
@@ -456,11 +495,26 @@ class Job:
             with contextlib.suppress(CommError):
                 self._trainer.deferred.flush()
         self._stack.close()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _end_program(self) -> None:
+        """Leave the job at the end of the program, whose exit code tells of an error that was kept."""
+        loop = self._loop
+        if loop is not None and not (loop.is_broken or self._is_finished or hasattr(sys, "last_value")):
+            self._end_early()  # the iterator over epochs has a name, so its loop was left unnoticed
+        try:
+            self.close()
+        except BaseException as error:
+            end_with(error)
 
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._failure = None  # the program has an error of its own
         self.close()
 
     def _need_trainer(self) -> Trainer:
@@ -471,11 +525,15 @@ class Job:
         return self._trainer
 
     def _running(self) -> Trainer:
-        if self._trainer is None or not self._inside_epochs:
+        self._running_loop()
+        return self._need_trainer()
+
+    def _running_loop(self) -> EpochLoop:
+        if self._loop is None:
             raise TrainError(
                 "the job is not training: use this inside of `for epoch in job.epochs(k):` or `for step in job.steps(k):`"
             )
-        return self._trainer
+        return self._loop
 
     def _checkpoint(self, event: StepCommitted) -> None:
         """Write a checkpoint of the committed step, if one is due or asked for."""
@@ -542,8 +600,8 @@ class Job:
     # --- checkpoints ---
 
     def save(self, path: str = "") -> None:
-        """Write a checkpoint of the step in progress once it is committed; between steps, at once. Rank 0 writes it in
-        the background.
+        """Write a checkpoint once the step in progress is committed; after the loop over the loader, once the epoch has
+        ended, so that a resumed job begins with the next one. Rank 0 writes it in the background.
 
         Without a path it goes to `--checkpoint-dir`.
         """
@@ -551,8 +609,9 @@ class Job:
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
         trainer = self._need_trainer()
         assert self._parts is not None, "the trainer is a part"
-        if trainer.in_step:
-            self._parts.checkpointing.asked_path = path
+        at_boundary = self._loop is None or (self._loop.is_running and not trainer.in_step)  # as a listener is
+        if not at_boundary:
+            self._parts.checkpointing.ask(path)
         elif self.is_first and trainer.wait_for_sums():
             self._parts.checkpointing.write(path)
 

@@ -8,9 +8,8 @@ from typing import Any
 from pliant.train.feeder import Feeder, ReplicaLoader
 from pliant.train.replicas import Replicas
 from pliant.train.sampling import LoaderOptions, num_steps
-from pliant.train.step import Step, Steps
+from pliant.train.step import Step
 from pliant.train.stream_loader import StreamLoader
-from pliant.train.trainer import Trainer
 from pliant.train.wrapping import whole_number
 
 
@@ -18,12 +17,12 @@ class Loader:
     """The data loader of a job: yields its steps. Iterate over it inside of `job.epochs`, and over each step inside of
     that."""
 
-    def __init__(self, feeder: Feeder, replicas: Replicas, running: Callable[[], Trainer]) -> None:
-        """`running` returns the trainer of the job, and raises TrainError outside of `job.epochs`."""
-        self._feeder, self._replicas, self._running = feeder, replicas, running
+    def __init__(self, feeder: Feeder, replicas: Replicas, begin_loop: Callable[[], Iterator[Step]]) -> None:
+        """`begin_loop` returns an iterator over the steps of the present epoch."""
+        self._feeder, self._replicas, self._begin_loop = feeder, replicas, begin_loop
 
     def __iter__(self) -> Iterator[Step]:
-        return Steps(self._running().steps())
+        return self._begin_loop()
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, at the present batch size.

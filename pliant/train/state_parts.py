@@ -10,14 +10,16 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from pliant.train.context import RNG_BYTES
-from pliant.train.job_state import JobState
 from pliant.train.replicas import Tensors
+
+if TYPE_CHECKING:
+    from pliant.train.job_state import JobState
 
 LARGE_BYTES = 1 << 18
 """Smaller tensors on the CPU are put together before they are summed up."""

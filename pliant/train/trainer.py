@@ -34,6 +34,7 @@ from pliant.train.exchange import StepMessage
 from pliant.train.feeder import Feeder
 from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
+from pliant.train.loops import is_left_by_error
 from pliant.train.meeting import MeetingWatch
 from pliant.train.outer_code import OuterCode
 from pliant.train.pass_exchange import MAX_PASSES, PassExchange, PassResult, StallWatch
@@ -345,7 +346,7 @@ class Trainer:
                 yield step
             except GeneratorExit:
                 if self._step is step:
-                    self._leave_step()
+                    self._leave_step(by_error=is_left_by_error())
                 raise
             if self._step is not step:
                 raise TrainError(
@@ -382,6 +383,7 @@ class Trainer:
             self._outer.drop()
             self.state.reload()
             self._deal_to_view()
+            self._outer.begin()  # it goes on at once if this epoch has no more steps
         else:
             self._outer.note_draws()
         self.state.forget_loaded()
@@ -411,9 +413,10 @@ class Trainer:
     def _count_writes(self) -> int:
         return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
 
-    def _leave_step(self) -> None:
-        """The program leaves its loop early. A step with a pass counts; else its batches are passed over later."""
-        if self._passes_in_step and not self._left_early:
+    def _leave_step(self, *, by_error: bool = False) -> None:
+        """The program leaves its loop early. A step with a pass counts; else its batches are passed over later. If an
+        error leaves the loop, the step ends only if the program goes on: no checkpoint shall have half of it."""
+        if self._passes_in_step and not (self._left_early or by_error):
             self._end_step()
         else:
             self._owes_pass = self._step is not None
@@ -834,6 +837,8 @@ class Trainer:
         """The program has come to the end of an epoch."""
         self._close_step()
         if self.progress.epoch == epoch and self.wait_for_sums():
+            if not self._joins_late:
+                self._outer.note_draws()  # a checkpoint of the epoch's end has them
             self.progress.epoch += 1
             self.progress.epoch_step = 0
             self.progress.in_epoch = False
@@ -842,6 +847,8 @@ class Trainer:
     def finish(self) -> None:
         """Leave once every worker has the last step: until then one of them may need this worker's state."""
         self._close_step()
+        if not self.wait_for_sums():  # after a break the program cannot do it again
+            raise MustBeReplaced(f"step {self.progress.step - 1}, the last one, was lost with another worker")
 
         def exchange() -> Action:
             engine, self._result = self._current_engine(), None
@@ -851,7 +858,7 @@ class Trainer:
                 engine.barrier("finish")
             return self._handle(SumsArrived(for_sure=self.size == 1))
 
-        if self.size > 1 and not self._joins_late and self.wait_for_sums():
+        if self.size > 1 and not self._joins_late:
             try:
                 self._perform(self._handle(PassBegun(has_turns=False)), exchange, "the end of the last epoch")
             except Left:

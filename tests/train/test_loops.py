@@ -1,0 +1,293 @@
+"""The program's loops over epochs and steps: how they are left, and what is written and resumed between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pliant
+from pliant.errors import TrainError
+from pliant.train.job import Job
+from pliant.train.loops import is_left_by_error
+
+pytestmark = pytest.mark.timeout(60)
+
+# --- break, or an error ---
+
+
+def watched(found: list[bool]) -> Iterator[int]:
+    for number in itertools.count():
+        try:
+            yield number
+        except GeneratorExit:
+            found.append(is_left_by_error())
+            raise
+
+
+def passed_on(iterator: Iterator[int]) -> Iterator[int]:
+    for each in iterator:  # noqa: UP028
+        yield each
+
+
+def nested(found: list[bool]) -> Iterator[int]:
+    with contextlib.nullcontext():
+        for each in watched(found):  # noqa: UP028
+            yield each
+
+
+def fails(found: list[bool]) -> Iterator[int]:
+    for each in watched(found):
+        yield each
+        raise ValueError
+
+
+def by_break(found: list[bool]) -> None:
+    for _ in watched(found):
+        break
+
+
+def by_return(found: list[bool]) -> int:
+    for number in watched(found):
+        with contextlib.nullcontext():
+            return number
+    return 0
+
+
+def by_break_in_a_handler(found: list[bool]) -> None:
+    for _ in watched(found):
+        try:
+            int("x")
+        except ValueError:
+            break
+
+
+def by_break_through_generators(found: list[bool]) -> None:
+    for _ in enumerate(passed_on(nested(found))):
+        break
+
+
+def by_close(found: list[bool]) -> None:
+    iterator = watched(found)
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+
+
+def by_the_end_of_a_function(found: list[bool]) -> None:
+    iterator = watched(found)
+    for _ in iterator:
+        break
+
+
+def by_error(found: list[bool]) -> None:
+    for _ in watched(found):
+        int("x")
+
+
+def by_error_that_is_caught(found: list[bool]) -> None:
+    with contextlib.suppress(ValueError):
+        for _ in watched(found):
+            raise ValueError
+
+
+def by_exit(found: list[bool]) -> None:
+    for _ in watched(found):
+        sys.exit(0)
+
+
+def by_error_through_generators(found: list[bool]) -> None:
+    for _ in zip(passed_on(nested(found)), "ab", strict=False):
+        int("x")
+
+
+def by_error_in_a_generator(found: list[bool]) -> None:
+    for _ in passed_on(fails(found)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("leave", "expected"),
+    [
+        *((each, False) for each in (by_break, by_return, by_break_in_a_handler, by_break_through_generators)),
+        *((each, False) for each in (by_close, by_the_end_of_a_function)),
+        *((each, True) for each in (by_error, by_error_that_is_caught, by_exit)),
+        *((each, True) for each in (by_error_through_generators, by_error_in_a_generator)),
+    ],
+)
+def test_a_break_is_told_from_an_error(leave: Callable[[list[bool]], Any], expected: bool) -> None:
+    found: list[bool] = []
+    with contextlib.suppress(ValueError, SystemExit):
+        leave(found)
+    assert found == [expected]
+
+
+# --- jobs of one worker with three replicas ---
+
+EPOCHS, STEPS = 3, 4
+
+
+class Run:
+    """A job whose program draws, counts and decays its learning rate before, in and after its loop over the loader."""
+
+    def __init__(self, folder: Path, *, save_at: str = "", stop_at: str = "", resume: str = "") -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        self.file = str(folder / f"{save_at.replace(' ', '-')}.safetensors")
+        with pliant.join(replicas=3) as job:
+            self.job = job
+            self.model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            loader = job.loader(torch.utils.data.TensorDataset(torch.rand(STEPS * 6, 4)), batch_size=2)
+            scheduler = job.track("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+            self.state = job.state(history=[])
+            if resume:
+                job.load(resume)
+            for epoch in job.epochs(EPOCHS):
+                self._note("before", epoch, save_at)
+                for step in loader:
+                    for (x,) in step:
+                        model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    self._note("in", step.number, save_at)
+                    if stop_at == f"in {step.number}":
+                        break
+                self._note("after", epoch, save_at)
+                scheduler.step()
+                if stop_at == f"after {epoch}":
+                    break
+            if save_at == "end":
+                job.save(self.file)
+        self.facts = self.state.history, scheduler.last_epoch, torch.get_rng_state().sum().item()
+
+    def _note(self, where: str, number: int, save_at: str) -> None:
+        self.state.history.append((where, number, float(torch.rand(()))))
+        if save_at == f"{where} {number}":
+            self.job.save(self.file)
+
+    def same_as(self, other: Run) -> bool:
+        pairs = zip(self.model.state_dict().values(), other.model.state_dict().values(), strict=True)
+        return self.facts == other.facts and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("save_at", ["before 0", "before 1", "in 5", "in 7", "after 1", "after 2"])
+def test_a_job_resumed_from_any_place_does_everything_once(tmp_path: Path, save_at: str) -> None:
+    """Also what it does before and after the loop over the loader."""
+    whole = Run(tmp_path, save_at=save_at)
+    assert len(whole.state.history) == EPOCHS * (STEPS + 2)
+    assert Run(tmp_path, resume=whole.file).same_as(whole)
+
+
+def test_a_program_that_stops_early_is_resumed_where_it_stopped(tmp_path: Path) -> None:
+    whole = Run(tmp_path)
+    stopped = Run(tmp_path, stop_at="after 1", save_at="end")
+    assert len(stopped.state.history) == 2 * (STEPS + 2)
+    assert Run(tmp_path, resume=stopped.file).same_as(whole)
+    assert not stopped.same_as(whole)
+
+
+def test_a_break_ends_the_training_and_an_error_does_not(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def run(leave: Callable[[], Any], **more: Any) -> tuple[bool, list[int]]:
+        model, committed = torch.nn.Linear(2, 1), list[int]()
+        with pliant.join(replicas=3) as job, contextlib.suppress(Stop):
+            model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            job.on_commit(lambda event: committed.append(event.step))
+            for step in job.steps(5):
+                for _ in step:
+                    model(torch.ones(2)).sum().backward()
+                if step.number == 2 and leave():
+                    break
+                optimizer.step()
+        return job._is_finished, committed
+
+    def fail() -> None:
+        raise Stop
+
+    assert run(lambda: True) == (True, [1, 2, 3])
+    assert run(fail) == (False, [1, 2]), "a step that an error has left is not committed: it would be in a checkpoint"
+    assert run(lambda: False) == (True, [1, 2, 3, 4, 5])
+
+
+def test_a_job_has_one_loop_over_epochs() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pliant.join(replicas=3) as job:
+        job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        job.loader(torch.rand(12, 2), batch_size=2)
+        for _ in job.epochs(2):
+            break
+        with pytest.raises(TrainError, match=r"job\.epochs: the training has ended"):
+            next(job.epochs(4))
+
+
+def test_an_evaluation_that_is_left_early_has_no_totals() -> None:
+    model, data = torch.nn.Linear(2, 1), torch.rand(12, 2)
+    with pliant.join(replicas=3) as job:
+        model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        drawn = []
+        for step in job.steps(2):
+            for batch in job.evaluate(data, 1):
+                torch.rand(len(batch))
+                job.total(seen=len(batch))
+                if step.number == 0:
+                    break
+            if step.number == 0:
+                with pytest.raises(TrainError, match=r"job\.evaluate that was left early"):
+                    job.total()
+            else:
+                assert job.total() == {"seen": 12}
+            drawn.append(torch.rand(()))
+            for _ in step:
+                drawn.append(torch.rand(()))
+                model(data).sum().backward()
+            optimizer.step()
+        assert len({float(each) for each in drawn[1:4]}) == 1, (
+            "draws outside of turns move the generators of all replicas"
+        )
+        assert drawn[0] != drawn[1]
+
+
+def test_an_error_in_a_break_is_raised_where_the_job_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where that is the end of the program, it is the exit code."""
+
+    def fail() -> None:
+        raise TrainError("the workers differ")
+
+    def begin(*, is_kept: bool = False) -> Job:
+        model = torch.nn.Linear(2, 1)
+        job = pliant.join(replicas=3)
+        job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = job.steps(3)
+        for _ in steps:
+            monkeypatch.setattr(job._need_trainer(), "finish", fail)
+            break
+        if is_kept:
+            kept.append(steps)
+        return job
+
+    class Ended(BaseException):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    kept: list[Any] = []
+    monkeypatch.setattr(os, "_exit", end)
+    for is_kept in (False, True):
+        with pytest.raises(Ended, match="1"):
+            begin(is_kept=is_kept)._end_program()
+        assert capsys.readouterr().err.count("TrainError: the workers differ") == 1
+    with pytest.raises(TrainError, match="the workers differ"), begin():
+        pass
+    with pytest.raises(ZeroDivisionError), begin():
+        print(1 / 0)
