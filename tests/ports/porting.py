@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,20 @@ class Plan:
     """After so many steps, let the job have so many workers; the last is after the fault."""
     fault: Fault | None = None
 
+    @classmethod
+    def with_fault(cls, first: int, most: int, fault: Fault) -> Plan:
+        """Go from `most` workers to one and back, and lose one."""
+        return cls(first, {1: 1, 3: most, 7: most}, replace(fault, rank=min(fault.rank, most - 1)))
+
+    @property
+    def most(self) -> int:
+        """The workers that the job begins with."""
+        return max(self.sizes.values())
+
     @property
     def num_ended(self) -> int:
         """The workers that have ended when the last change is due: those of the first one, and the killed one."""
-        return 0 if self.fault is None else 3
+        return 0 if self.fault is None else self.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +228,7 @@ def run_elastic(path: Path, arguments: Sequence[str], replicas: int, plan: Plan,
         server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
         client = stack.enter_context(ConfigClient(server.url))
         stack.callback(lambda: [started.close() for started in workers.values()])
-        client.put(_view_of(_new_workers(3)))
+        client.put(_view_of(_new_workers(plan.most)))
         deadline_s = time.monotonic() + DEADLINE_S
         while len(ended) < len(workers) or not workers:
             assert time.monotonic() < deadline_s, f"{path.name}: {len(ended)} of {len(workers)} ended, {_steps(folder)}"
