@@ -39,7 +39,7 @@ class WorkerRequests:
             try:
                 self._member.resize(num_workers)
             except PliantError as error:
-                self._notify(f"{num_workers} workers cannot be had: {error}")
+                self._notify(f"the job stays as it is, because {num_workers} workers could not be requested: {error}")
 
         threading.Thread(target=request, daemon=True).start()
 
