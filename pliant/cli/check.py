@@ -292,7 +292,7 @@ def check(
     """
     count = parse_int(steps, "--steps", 10)
     if count < 4:
-        raise ConfigError(f"--steps {count}: use 4 or more; a newcomer needs some before it, and some after it")
+        raise ConfigError(f"--steps {count}: use 4 or more, so that a new worker can join in the middle")
     sizes = _parse_sizes(workers)
     if determinism.upper() not in ("", *LEVELS):
         raise ConfigError(f"--determinism {determinism!r} is not known: use one of {', '.join(LEVELS)}")
