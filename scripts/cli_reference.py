@@ -23,7 +23,7 @@ The package `pliant-repro` adds `bench`, `demo`, `lab` and `reproduce`, which ex
 
 ## Options of several commands
 """
-SEVERAL = 4
+SEVERAL = 3
 """An option that at least so many commands have in the same words is explained once."""
 
 
@@ -49,7 +49,9 @@ def _walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def _section(path: tuple[str, ...], command: Any, common: set[str]) -> list[str]:
     arguments = [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
-    lines = [f"## {' '.join(path)}", "", f"    {' '.join([*path, '[OPTIONS]', *map(_argument, arguments)])}", ""]
+    lines = [f"## {' '.join(path)}", ""]
+    if arguments:
+        lines += [f"    {' '.join([*path, '[OPTIONS]', *map(_argument, arguments)])}", ""]
     lines.append(_text(command.help))
     if explained := [each for each in arguments if each.help]:
         lines += ["", *(f"- `{_argument(each)}`: {_one_line(each.help)}" for each in explained)]

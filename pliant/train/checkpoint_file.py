@@ -173,7 +173,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
+        why = reason(error).removesuffix(f": {path}")
+        raise CheckpointError(f"{path} cannot be read ({why}): name a checkpoint that exists") from None
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no checkpoint, or it is torn or damaged ({error})") from None
 

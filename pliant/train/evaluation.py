@@ -23,6 +23,7 @@ from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
 from pliant.train.rendezvous import spread_state
 from pliant.train.replica_copies import is_map
+from pliant.train.state_tree import flatten
 from pliant.train.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -202,7 +203,9 @@ def run_on_first(trainer: Trainer, function: Callable[[], Any]) -> Any:
     def run() -> dict[str, Any]:
         if not results:
             trainer.begin_shard(0)
-            results.append({"result": function(), "left": trainer.end_shard(0)})
+            result = function()
+            flatten(result, "the result of job.on_first")  # refuses what could not travel, also where nothing has to
+            results.append({"result": result, "left": trainer.end_shard(0)})
         return results[0]
 
     def ask(engine: Engine) -> Any:

@@ -28,8 +28,8 @@ MAX_DEPTH = 100
 LARGE_ARRAY_BYTES = 1 << 14
 """A NumPy array of this size or more becomes a tensor; a smaller one (such as a generator's state) is in the text."""
 REMEDY = (
-    "keep only tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them in a state_dict, "
-    "and rebuild everything else in the program"
+    "use only tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them, and rebuild everything else "
+    "in the program"
 )
 _FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict)

@@ -178,7 +178,8 @@ def complaint_about(rows: Sequence[TurnRow], step: int) -> str:
     for replica, row in logged:
         if set(row.figures) != set(logged[0][1].figures):
             return (
-                f"replicas {logged[0][0]} and {replica} logged different figures in step {step}: "
+                f"replicas {logged[0][0]} and {replica} logged different figures in step {step} "
+                f"({', '.join(logged[0][1].figures) or 'none'}; {', '.join(row.figures) or 'none'}): "
                 "step.log takes the same names in every turn"
             )
     return ""

@@ -318,6 +318,10 @@ WRONG_VALUES: list[tuple[Callable[[Any], object], str]] = [
     (_outer(lambda job, step: job.evaluate(Numbers(), shuffle=True)), "evaluates a fixed share"),
     (_outer(lambda job, step: job.all_reduce("x")), r"job\.all_reduce\('x'\): use a number or a tensor"),
     (_outer(lambda job, step: job.on_first(5)), r"job\.on_first\(5\): give it a function"),
+    (
+        _outer(lambda job, step: job.on_first(object)),
+        "the result of job.on_first is builtins.object, .*: use only tensors",
+    ),
     (_outer(lambda job, step: job.report(loss="x")), r"job\.report\(loss='x'\): use a number"),
 ]
 

@@ -79,7 +79,7 @@ OVER, EMPTY = row(Outcome.PASSED_OVER), row(Outcome.NO_DATA)
         ([row(had_gradients=1), SKIPPED, row(had_gradients=3)], ""),
         ([row(had_gradients=1), row()], "the replicas 0 and 1 differ in step 7 in whether they add to gradients"),
         ([row(loss=1.0), row(lose=1.0)], "replicas 0 and 1 logged different figures in step 7"),
-        ([row(loss=1.0), row()], "replicas 0 and 1 logged different figures in step 7"),
+        ([row(loss=1.0), row()], "replicas 0 and 1 logged different figures in step 7 (loss; none)"),
     ],
 )
 def test_complaints_name_the_replica_and_the_step(rows: list[TurnRow], says: str) -> None:
