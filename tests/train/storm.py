@@ -1,5 +1,7 @@
-"""Storms: jobs of several shapes whose workers are killed, stopped, sent away and added at random, and which are told to end
-and resumed as a whole. After every step each worker must have the bits of a job that nothing has happened to.
+"""Storms: jobs of several shapes whose workers are killed, stopped, sent away and added at random.
+
+The jobs are also told to end, and resumed as a whole. After every step each worker must have the bits of a job that nothing has
+happened to.
 
 By hand: `python tests/train/storm.py SHAPE SEED...` prints one line for each storm.
 """
