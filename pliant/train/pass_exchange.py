@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -19,12 +19,14 @@ from pliant.train.adaptation import ReceivedRows
 from pliant.train.context import DataPosition, ReplicaContext
 from pliant.train.exchange import StepExchange, StepMessage
 from pliant.train.gradients import GradientReducer
-from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
 from pliant.train.pending import PendingSum
 from pliant.train.rendezvous import spread_state
 from pliant.train.replicas import Placement, ReplicaSwitch, Tensors
 from pliant.train.step import OWN_COUNTER, Outcome, Turn, TurnRow, complaint_about, means_of
+
+if TYPE_CHECKING:
+    from pliant.train.guard import Guard
 
 MAX_PASSES = 1 << 16
 """The most passes that a step may have."""
