@@ -57,6 +57,13 @@ class Shape:
     """images, stream, stream-with-state, or steps: the program makes its own batches"""
     accumulates: int = 1
     """Gradients are cleared every so many steps."""
+    leaves: bool = False
+    """Whether it leaves some steps by `continue` before their pass, and its epochs by `break` after one."""
+    num_workers: int = 0
+    """Processes that load, for each replica."""
+    saves: bool = False
+    """Whether it asks for checkpoints itself."""
+    sync_buffers: bool = True
 
 
 SHAPES = {
@@ -73,6 +80,10 @@ SHAPES = {
     "priority-stream": Shape(sync="priority", data="stream-with-state"),
     "steps": Shape(data="steps", evaluates=True, replicas=3),
     "accumulating": Shape(accumulates=3, evaluates=True),
+    "leaving": Shape(leaves=True, evaluates=True, replicas=3),
+    "priority-leaving": Shape(sync="priority", leaves=True, saves=True),
+    "loading": Shape(num_workers=1, passes=2, replicas=3),
+    "saving": Shape(saves=True, evaluates=True, sync_buffers=False),
 }
 EPOCHS, STEPS_PER_EPOCH = 4, 20
 
@@ -136,7 +147,7 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
     images = Images(STEPS_PER_EPOCH * shape.replicas * 2)
     with pliant.join(replicas=shape.replicas, sync=shape.sync, seed=5, verify=2) as job:
-        job.wrap(models, optimizers, bucket_cap_mb=0.002)
+        job.wrap(models, optimizers, bucket_cap_mb=0.002, sync_buffers=shape.sync_buffers)
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 7, 0.5) for each in optimizers]
         for number, scheduler in enumerate(schedulers):
             job.track(f"scheduler {number}", scheduler)
@@ -186,19 +197,26 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
                     state.drawn = [*state.drawn, job.on_first(lambda: float(torch.rand(())))]
                 if step.number % 6 == 3:
                     state.drawn = [*state.drawn, *job.on_replicas(lambda replica: replica + float(torch.rand(())))]
+            if shape.saves and step.number % 5 == 3 and job._spec is not None:
+                job.save()
             nap()
 
         if shape.data == "steps":
             for step in job.steps(EPOCHS * STEPS_PER_EPOCH):
                 body(step)
         else:
-            loader = job.loader(_data(shape, images), batch_size=2)
+            loader = job.loader(_data(shape, images), batch_size=2, num_workers=shape.num_workers)
             for epoch in job.epochs(EPOCHS):
                 state.epochs = [*state.epochs, epoch]
                 if shape.evaluates:
                     evaluate()
                 for step in loader:
+                    if shape.leaves and step.index % 5 == 2:
+                        torch.rand(2)
+                        continue
                     body(step)
+                    if shape.leaves and step.index == STEPS_PER_EPOCH - 4:
+                        break
                 if shape.evaluates:
                     evaluate()
         write("finished", step=job.step, digest=digest())
@@ -381,7 +399,8 @@ class Storm:
         if not members or (event in ("clear", "kill all") and is_last):
             return
         self.events[event] += 1
-        one = self.chance.choice(members)
+        # Now and then one that has not joined yet.
+        one = self.chance.choice(living if event == "kill" and self.chance.random() < 0.2 else members)
         self.note(f"{event} {one.worker.port} of {[each.worker.port for each in members]}")
         with contextlib.suppress(ClusterCleared, ProcessLookupError):
             match event:
