@@ -72,6 +72,8 @@ class Connections:
         self.backpressure = BackpressureGauge()
         self.on_lost: Callable[[Worker, str], None] = lambda worker, why: None
         """Called when a worker is gone without a goodbye."""
+        self.on_left: Callable[[Worker], None] = lambda worker: None
+        """Called when a worker is gone after its goodbye."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a connection has been added or dropped."""
         self._poller = poller
@@ -350,11 +352,10 @@ class Connections:
             self.closed_because[link.worker] = "it left the job" if link.is_leaving else why
         if self.collectives is not None and member:
             (self.collectives.on_left(link.rank) if link.is_leaving else self.collectives.on_lost(link.rank, why))
-        if not link.is_leaving:
-            try:
-                self.on_lost(link.worker, why)
-            except Exception:
-                log.exception("%s: the callback for the loss of %s failed", self.me, link.worker)
+        try:
+            self.on_left(link.worker) if link.is_leaving else self.on_lost(link.worker, why)
+        except Exception:
+            log.exception("%s: the callback for the loss of %s failed", self.me, link.worker)
         self.on_change()
 
     def drop_reported_lost(self) -> None:

@@ -46,11 +46,14 @@ class Transport:
 
         It is called on the engine's thread and must not block.
         """
+        self.on_left: Callable[[Worker], None] | None = None
+        """The same for a worker that said goodbye."""
         self.memory = SharedMemory()
         self.store = TensorStore()
         poller = Poller()
         self.connections = Connections(me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s)
-        self.connections.on_lost, self.connections.on_change = self._on_lost, self._notify_changed
+        self.connections.on_lost, self.connections.on_left = self._on_lost, self._on_left
+        self.connections.on_change = self._notify_changed
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
         self._me = me
         self._config = config
@@ -194,6 +197,10 @@ class Transport:
     def _on_lost(self, worker: Worker, why: str) -> None:
         if self.on_lost is not None:
             self.on_lost(worker, why)
+
+    def _on_left(self, worker: Worker) -> None:
+        if self.on_left is not None:
+            self.on_left(worker)
 
     def _notify_changed(self) -> None:
         with self._changed:

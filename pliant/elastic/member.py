@@ -113,14 +113,14 @@ class Member:
             self.transport.connect(fixed.members, fixed.number, timeout_s=GATHER_S)
             self._latest, self._prepared = fixed, {fixed.number: fixed}
             return
-        self.transport.on_lost = self._on_lost
+        self.transport.on_lost, self.transport.on_left = self._on_lost, self._on_left
         self._follower.start(ClusterSnapshot())
         self._preparing.start()
 
     def close(self) -> None:
         """Stop the threads; messages that were not sent are dropped."""
         self._closing = True
-        self.transport.on_lost = None
+        self.transport.on_lost = self.transport.on_left = None
         self._follower.stop()
         with self._changed:
             self._changed.notify_all()
@@ -181,6 +181,12 @@ class Member:
     def _on_lost(self, worker: Worker, why: str) -> None:
         if worker in self._current or worker in self._latest.members:
             self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why, by=self.me))
+
+    def _on_left(self, worker: Worker) -> None:
+        """Report a worker that has ended in good order though the others still count on it: somebody has ended it at once,
+        or its program has."""
+        if worker in self._latest.members and not self._latest.over:
+            self._sender.report(f"{worker} is gone", lambda client: client.lost(worker, "it has left", by=self.me))
 
     # --- for the program ---
 

@@ -288,6 +288,8 @@ class ElasticState:
     """Workers that became members of a running job and do not have its state yet, and those that were put off."""
     stepped: int = 0
     """The highest number of a membership in which a step was done."""
+    leaving: frozenset[Worker] = frozenset()
+    """Members that have asked to go, and that the others still depend on."""
 
     @property
     def snapshot(self) -> ClusterSnapshot:
@@ -371,7 +373,7 @@ class ElasticState:
         if self.membership.over or not (is_wanted or worker in self.membership.members):
             return self
         wanted = next_wanted(self.wanted, RemoveWorker(worker)) if is_wanted else self.wanted
-        return self._moved(wanted, leaving=worker)
+        return replace(self, leaving=self.leaving | {worker})._moved(wanted)
 
     def _moved(
         self,
@@ -379,14 +381,13 @@ class ElasticState:
         *,
         ready: Set[Worker] | None = None,
         lost: Worker | None = None,
-        leaving: Worker | None = None,
         urgent: bool = False,
         over: bool = False,
     ) -> ElasticState:
         """Return this state with another `wanted` and `ready`, and the membership that follows from them."""
         ready = self.ready if ready is None else ready
         over = over or wanted.cleared
-        proposed = () if over else self._next_members(wanted, ready, lost, leaving)
+        proposed = () if over else self._next_members(wanted, ready, lost)
         members = () if over else self._without_newcomers(proposed, urgent)
         settled = self.settled.intersection(members[: self.replicas or None])
         ready = frozenset(ready).intersection({*members, *wanted.workers})
@@ -399,6 +400,7 @@ class ElasticState:
             self.replicas,
             ready.intersection(self.newcomers | new) if settled else frozenset(),
             self.stepped,
+            self.leaving.intersection(members).difference(wanted.workers),
         )
 
     def _without_newcomers(self, proposed: tuple[Worker, ...], urgent: bool) -> tuple[Worker, ...]:
@@ -418,9 +420,7 @@ class ElasticState:
         remaining = tuple(member for member in proposed[: self.replicas or None] if member in in_step)
         return proposed if self.settled.isdisjoint(remaining) else remaining
 
-    def _next_members(
-        self, wanted: Wanted, ready: Set[Worker], lost: Worker | None, leaving: Worker | None
-    ) -> tuple[Worker, ...]:
+    def _next_members(self, wanted: Wanted, ready: Set[Worker], lost: Worker | None) -> tuple[Worker, ...]:
         """Return who trains from now on: the wanted workers once all of them are ready.
 
         If some of them are new, as many holders of the state stay as it takes for no single crash to lose it. The
@@ -428,12 +428,13 @@ class ElasticState:
         back also if others are not ready.
         """
         current = tuple(member for member in self.membership.members if member != lost)
+        leaving = self.leaving.difference(wanted.workers)
         if ready >= set(wanted.workers):
             members = wanted.workers
         else:
             put_off = self.newcomers.intersection(ready).difference(current)
             members = (
-                *(member for member in current if member != leaving),
+                *(member for member in current if member not in leaving),
                 *(worker for worker in wanted.workers if worker in put_off),
             )
         if not members or self.settled.issuperset(members):
@@ -441,7 +442,7 @@ class ElasticState:
         holders = [member for member in current if member in self.settled]
         room = max(1, self.replicas - 1) if self.replicas else KEPT_HOLDERS
         num_missing = min(KEPT_HOLDERS, len(holders), room) - len(self.settled.intersection(members))
-        keepers = sorted((holder for holder in holders if holder not in members), key=lambda holder: holder == leaving)
+        keepers = sorted((holder for holder in holders if holder not in members), key=lambda holder: holder in leaving)
         return (*keepers[: max(0, num_missing)], *members)
 
     def _next_membership(

@@ -18,6 +18,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS roll (id INTEGER PRIMARY KEY CHECK (id = 1), roll TEXT NOT NULL, ready TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS settled (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, replicas INTEGER)",
     "CREATE TABLE IF NOT EXISTS newcomers (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, stepped INTEGER)",
+    "CREATE TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, unused INTEGER)",
 )
 
 
@@ -82,6 +83,7 @@ class StateStore:
             "roll": (membership, _to_text(state.ready)),
             "settled": (_to_text(state.settled), state.replicas),
             "newcomers": (_to_text(state.newcomers), state.stepped),
+            "leaving": (_to_text(state.leaving), None),
         }
         with self._database:  # commits, or rolls back
             self._database.execute("BEGIN IMMEDIATE")
@@ -95,8 +97,9 @@ def _load(database: sqlite3.Connection) -> ElasticState:
     if None in rows:  # a new file
         return ElasticState()
     (_, version, view), (_, membership, ready), (_, settled, replicas) = rows
-    # A file of version 0.1 knows of no newcomers.
+    # A file of version 0.1 knows of no newcomers, and of nobody who leaves.
     _, newcomers, stepped = database.execute("SELECT * FROM newcomers").fetchone() or (1, "[]", 0)
+    _, leaving, _ = database.execute("SELECT * FROM leaving").fetchone() or (1, "[]", None)
     return ElasticState(
         Wanted(version, None if view is None else View.from_json(json.loads(view), version)),
         Membership.from_json(json.loads(membership)),
@@ -105,6 +108,7 @@ def _load(database: sqlite3.Connection) -> ElasticState:
         replicas,
         _from_text(newcomers),
         stepped,
+        _from_text(leaving),
     )
 
 

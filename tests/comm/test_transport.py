@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 
 import pytest
@@ -116,6 +117,16 @@ def test_published_memory_is_read_as_it_is_through_views() -> None:
         with pytest.raises(CommError, match="stored"):
             ranks[1].request(0, "state:a", torch.empty(300, 1000)).wait()
         ranks[2].request(0, "other", torch.empty(300, 1000)).wait()
+
+
+def test_a_goodbye_is_told_apart_from_a_loss() -> None:
+    workers = view_of("AB").workers
+    with loopback_transports(workers, QUICK) as made:
+        left, lost = queue.SimpleQueue[Worker](), queue.SimpleQueue[Worker]()
+        made[0].on_left, made[0].on_lost = left.put, lambda worker, why: lost.put(worker)
+        made[1].close()
+        assert left.get(timeout=30) == workers[1]
+        assert lost.empty()
 
 
 def test_a_worker_that_answers_keeps_its_name_and_a_silent_one_loses_it() -> None:

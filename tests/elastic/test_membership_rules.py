@@ -181,6 +181,14 @@ def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
     assert both.after(LeaveNotice(A0)).after(SettledNotice(A1, 4)).membership.members == (A1,)
 
 
+def test_a_notice_is_not_forgotten_while_new_members_enter() -> None:
+    """Also if a worker is wanted that never comes."""
+    noticed = after(*THREE, AddWorker(A3), LeaveNotice(A1))
+    assert (noticed.membership.members, noticed.leaving) == ((A0, A1, A2), {A1})
+    assert noticed.after(SettledNotice(A2, 4)).membership.members == (A0, A2)
+    assert noticed.after(put(A0, A1, A2, A3)).after(SettledNotice(A2, 4)).membership.members == (A0, A1, A2)
+
+
 # --- new members ---
 
 

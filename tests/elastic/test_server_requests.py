@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -25,7 +27,16 @@ from pliant.cluster import ClusterSnapshot, Membership, View, Wanted, Worker
 from pliant.elastic import http_server
 from pliant.elastic.client import ConfigClient, ConfigFollower, ConfigSender
 from pliant.elastic.http_server import MAX_BODY_BYTES
-from pliant.elastic.membership import LossNotice, PutView, ReadyNotice
+from pliant.elastic.member import Member
+from pliant.elastic.membership import (
+    AddWorker,
+    ElasticState,
+    LeaveNotice,
+    LossNotice,
+    PutView,
+    ReadyNotice,
+    SettledNotice,
+)
 from pliant.elastic.server import ConfigServer
 from pliant.elastic.store import StateStore
 from pliant.errors import NotWanted, ServerUnavailable, StaleView
@@ -450,6 +461,24 @@ def test_a_restart_forgets_no_membership(tmp_path: Path) -> None:
         assert running(client).number == over.number + 1
 
 
+def test_the_store_keeps_the_whole_state(tmp_path: Path) -> None:
+    state = ElasticState()
+    for request in (
+        PutView(View(0, (A0, A1), (RUN_A,))),
+        *map(ReadyNotice, (A0, A1)),
+        *(SettledNotice(worker, 4, 1) for worker in (A0, A1)),
+        AddWorker(A2),
+        ReadyNotice(A2),
+        LeaveNotice(A1),
+    ):
+        state = state.after(request)
+    assert all(getattr(state, each.name) for each in fields(state)), "nothing is left at its default"
+    with StateStore(str(tmp_path / "state")) as store:
+        store.save(state)
+    with StateStore(str(tmp_path / "state")) as store:
+        assert store.state == state
+
+
 def test_a_restart_forgets_nobody_whom_a_loss_has_put_off(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     with serving(state=state) as (_, client):
@@ -526,6 +555,23 @@ def test_a_signal_handler_can_send_whatever_it_has_interrupted(client: ConfigCli
         sender.start()
         with sender._starting:  # as where the signal comes while another message starts the thread
             assert sender.submit(lambda to: to.membership()).result(30) == client.membership()
+
+
+@pytest.mark.parametrize(
+    ("latest", "is_reported"),
+    [(Membership(3, (A0, A1)), True), (Membership(4, (A0,)), False), (Membership(4, (A0, A1), over=True), False)],
+    ids=["counted on", "on its way out", "the job is over"],
+)
+def test_a_member_that_says_goodbye_while_the_others_count_on_it_is_reported(
+    latest: Membership, is_reported: bool
+) -> None:
+    """As one that gets a second SIGTERM, or whose program ends by itself."""
+    member, client = Member.__new__(Member), mock.Mock()
+    member.me, member._latest, member._sender = A0, latest, mock.Mock()
+    member._on_left(A1)
+    for call in member._sender.report.call_args_list:
+        call.args[1](client)
+    assert client.mock_calls == [mock.call.lost(A1, "it has left", by=A0)] * is_reported
 
 
 def test_what_cannot_be_delivered_keeps_nobody_beyond_its_time_and_nothing_is_awaited_after_the_end() -> None:

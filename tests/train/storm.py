@@ -471,8 +471,12 @@ class Storm:
             each.code = each.gang.hear(0, 5)  # raises what the worker raised
         self.note(f"{each.worker.port} ended with {each.code}")
         if each.code == 0:
-            return
-        if each.code not in (-signal.SIGKILL, REPLACED_EXIT):
+            membership = client.membership()
+            others = any(other.lives and other.worker in membership.members for other in self.crew)
+            if others or membership.over or each.worker not in membership.members:
+                return
+            # The only one was ended at once, by a second notice.
+        elif each.code not in (-signal.SIGKILL, REPLACED_EXIT):
             raise Failed(f"{each.journal} ended with {each.code}")
         with contextlib.suppress(ClusterCleared):
             wanted = client.get()
