@@ -173,15 +173,20 @@ class Checkpointing:
     def end_step(self, event: StepCommitted, wait_for_sums: Callable[[], bool]) -> None:
         """Write a checkpoint of the committed step, if one is due or asked for. The first worker does so.
 
-        `wait_for_sums` returns False if the step is taken back instead; it is written when it is repeated.
+        `wait_for_sums` returns False if the step is taken back instead; it is written when it is repeated. If the program has
+        left the epoch in this step, one that is due is written when the epoch has ended: a job that is resumed with it
+        must not go on with the epoch's other steps.
         """
         path, self._asked = self._asked, None
         is_due = self._every > 0 and event.step % self._every == 0
-        if (is_due or path is not None) and event.rank == 0 and wait_for_sums():
+        if is_due and event.leaves_epoch and path is None:
+            self._asked = ""
+        elif (is_due or path is not None) and event.rank == 0 and wait_for_sums():
             self.write(path or "")
 
     def end_epoch(self, is_first: bool, wait_for_sums: Callable[[], bool]) -> None:
-        """Write the checkpoint that was asked for between the steps of an epoch that has ended."""
+        """Write the checkpoint that was asked for, or was due, after the program had left the steps of its epoch. The epoch
+        has ended, or the whole training."""
         path, self._asked = self._asked, None
         if path is not None and is_first and wait_for_sums():
             self.write(path)

@@ -48,6 +48,8 @@ class StepCommitted:
     """The part of `duration_s` in which the replicas hosted here ran their forward and backward passes."""
     values: Mapping[str, float]
     """What the turns of this step logged, and what the program passed to `job.report`."""
+    leaves_epoch: bool = False
+    """Whether the program has left the loop over the epoch's steps by `break`."""
 
 
 @dataclass(frozen=True, slots=True)

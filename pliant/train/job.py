@@ -40,7 +40,7 @@ from pliant.train.feeder import Feeder, NumberFeeder
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.job_control import WorkerRequests, announce
 from pliant.train.job_data import Loader, make_feeder
-from pliant.train.loops import EpochLoop, is_left_by_error
+from pliant.train.loops import EpochLoop
 from pliant.train.optim import find_averaging
 from pliant.train.replicas import Replicas, ReplicaSwitch
 from pliant.train.sampling import LoaderOptions, loader_options
@@ -84,8 +84,6 @@ class Job:
         self._loop: EpochLoop | None = None
         """The loop over the steps of the present epoch; None outside of `epochs`."""
         self._is_finished = False
-        self._failure: BaseException | None = None
-        """What went wrong at a place where Python lets nobody raise it."""
         determinism.pin(settings.level, torch.device("cpu"))
         atexit.register(self._end_program)
         if spec is not None and spec.elastic:
@@ -387,27 +385,21 @@ class Job:
         """Yield the epochs from `start` up to `count`, as `range(start, count)` does. A new worker, or a resumed job,
         begins at the job's present epoch, wherever its own `start` is.
 
-        The training ends with this loop, on all workers: at its end, or where all of them leave it by `break`.
+        The training ends with this loop, on all workers. If they leave it by `break`, they take leave of each other when
+        the program ends, or closes the job.
         """
-        if self._is_finished:
+        if self._is_finished or self._loop is not None:
             raise TrainError("job.epochs: the training has ended with the loop before; a job has one such loop")
         whole_number(f"job.epochs({count!r})", count)
         self._declared.first.epoch = whole_number(f"job.epochs(start={start!r})", start, 0)
         trainer = self._join()
-        try:
-            while trainer.progress.epoch < count:
-                epoch = trainer.progress.epoch
-                self._loop = EpochLoop(trainer, epoch)
-                try:
-                    yield epoch
-                except GeneratorExit:
-                    if not is_left_by_error():
-                        self._end_early()
-                    raise
-                self._end_epoch(epoch)
-            self._finish()
-        finally:
-            self._loop = None
+        while trainer.progress.epoch < count:
+            epoch = trainer.progress.epoch
+            self._loop = EpochLoop(trainer, epoch)
+            yield epoch
+            self._end_epoch(epoch)
+        self._finish()
+        self._loop = None
 
     def steps(self, count: int, *, start: int = 0, batch: Callable[[int], Any] | None = None) -> Iterator[Step]:
         """Yield the steps of a whole job whose program makes its own batches, from `start` up to `count`: `for replica
@@ -452,21 +444,20 @@ class Job:
         self._parts.trainer.end_epoch(epoch)
         self._parts.checkpointing.end_epoch(self.is_first, self._parts.trainer.wait_for_sums)
 
-    def _end_early(self) -> None:
-        """End the training where the program has left its loop. An error is kept: nobody can raise it in a `break`."""
-        loop = self._loop
-        assert loop is not None, "the program was inside of epochs"
-        try:
-            if loop.has_ended:
-                self._end_epoch(loop.epoch)
-            self._finish()
-        except BaseException as error:
-            self._failure = error
+    def _finish_if_left(self) -> None:
+        """End the training of a program that has left its loop by `break`."""
+        loop, trainer = self._loop, self._trainer
+        if loop is None or trainer is None or self._is_finished or trainer.is_broken or sys.exc_info()[0] is not None:
+            return
+        if loop.has_ended:
+            self._end_epoch(loop.epoch)
+        self._finish()
 
     def _finish(self) -> None:
         assert self._parts is not None, "the job runs"
         self._is_finished = True
         self._parts.trainer.finish()
+        self._parts.checkpointing.end_epoch(self.is_first, self._parts.trainer.wait_for_sums)
         self._parts.checkpointing.flush()
         self._parts.trainer.adaptation.end_job()
         self._member.finish()
@@ -483,27 +474,26 @@ class Job:
         """Leave the job. This happens by itself when the program ends.
 
         Raises:
-            TrainError: the states of the workers differed when the program left its loop by `break`.
+            TrainError: the program has left its loop by `break`, and the states of the workers differ.
         """
         atexit.unregister(self._end_program)
-        if self._parts is not None:
-            self._parts.checkpointing.close()
-        if self._trainer is not None:
-            for reducer in self._trainer.reducers:
-                reducer.close()
-            self._trainer.adaptation.close()
-            with contextlib.suppress(CommError):
-                self._trainer.deferred.flush()
-        self._stack.close()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        try:
+            self._finish_if_left()
+        finally:
+            if self._parts is not None:
+                self._parts.checkpointing.close()
+            if self._trainer is not None:
+                for reducer in self._trainer.reducers:
+                    reducer.close()
+                self._trainer.adaptation.close()
+                with contextlib.suppress(CommError):
+                    self._trainer.deferred.flush()
+            self._stack.close()
 
     def _end_program(self) -> None:
-        """Leave the job at the end of the program, whose exit code tells of an error that was kept."""
-        loop = self._loop
-        if loop is not None and not (loop.is_broken or self._is_finished or hasattr(sys, "last_value")):
-            self._end_early()  # the iterator over epochs has a name, so its loop was left unnoticed
+        """Leave the job at the end of the program. An error, which Python would drop here, becomes its exit code."""
+        if hasattr(sys, "last_value") or self._requests.exits_at_once:
+            self._loop = None  # the program has not come to its end: the others go on without this worker
         try:
             self.close()
         except BaseException as error:
@@ -514,7 +504,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._failure = None  # the program has an error of its own
+            self._loop = None
         self.close()
 
     def _need_trainer(self) -> Trainer:

@@ -31,6 +31,8 @@ class WorkerRequests:
         self._member, self._schedule = member, schedule
         self._has_state, self._notify = has_state, notify
         self._is_leaving = False
+        self.exits_at_once = False
+        """Whether this worker was told to end without waiting for anything."""
 
     def request_workers(self, num_workers: int) -> None:
         """Request a number of workers in the background."""
@@ -59,6 +61,7 @@ class WorkerRequests:
         """Leave the job at the next step's boundary. Exit at once if the job has not begun, or if it is being left
         already."""
         if not self._has_state() or self._is_leaving:
+            self.exits_at_once = True
             sys.exit(0)
         self._is_leaving = True
         self._member.leave()

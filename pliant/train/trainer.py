@@ -34,7 +34,6 @@ from pliant.train.exchange import StepMessage
 from pliant.train.feeder import Feeder
 from pliant.train.guard import Guard
 from pliant.train.job_state import JobState
-from pliant.train.loops import is_left_by_error
 from pliant.train.meeting import MeetingWatch
 from pliant.train.outer_code import OuterCode
 from pliant.train.pass_exchange import MAX_PASSES, PassExchange, PassResult, StallWatch
@@ -125,8 +124,10 @@ class Trainer:
         self._step: Step | None = None
         """The step in progress; None between steps."""
         self._passes_in_step = 0
-        self._owes_pass = False
-        """Whether the program has left a step by `break` before its first pass."""
+        self._is_left = False
+        """Whether the program has left the step in progress, by `break` or by an error."""
+        self.is_broken = False
+        """Whether this worker can do nothing more with the others: it was dismissed, or an error has ended its part."""
         self._kept: dict[int, dict[str, Any]] = {}
         """What each replica has kept for the next pass of this step."""
         self._is_new_view = False
@@ -299,6 +300,13 @@ class Trainer:
     def _perform(self, action: Action, exchange: Callable[[], Action] | None = None, place: str = "") -> Action:
         """Do what the machine says until the program goes on, or a turn begins. `exchange` is what the workers do
         together in this pass, and `place` says where that is in the program."""
+        try:
+            return self._perform_until_the_program(action, exchange, place)
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def _perform_until_the_program(self, action: Action, exchange: Callable[[], Action] | None, place: str) -> Action:
         while True:
             match action:
                 case RunProgram() | TakeTurn():
@@ -346,7 +354,7 @@ class Trainer:
                 yield step
             except GeneratorExit:
                 if self._step is step:
-                    self._leave_step(by_error=is_left_by_error())
+                    self._is_left = True
                 raise
             if self._step is not step:
                 raise TrainError(
@@ -413,28 +421,23 @@ class Trainer:
     def _count_writes(self) -> int:
         return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
 
-    def _leave_step(self, *, by_error: bool = False) -> None:
-        """The program leaves its loop early. A step with a pass counts; else its batches are passed over later. If an
-        error leaves the loop, the step ends only if the program goes on: no checkpoint shall have half of it."""
-        if self._passes_in_step and not (self._left_early or by_error):
-            self._end_step()
-        else:
-            self._owes_pass = self._step is not None
-
     def _close_step(self) -> None:
-        """Leave a step that an iterator keeps open, which the program has abandoned."""
-        if self._step is not None and not self._owes_pass:
-            self._leave_step()
+        """End a step that an iterator keeps open, and that the program has left."""
+        self._is_left = self._step is not None
         self.settle()
 
     def settle(self) -> None:
-        """Do what is left to do of a step that the program has left."""
-        if self._owes_pass:
-            self._owes_pass = False
-            self._end_step()
+        """End a step that the program has left: it counts if it had a pass, else its batches are passed over.
 
-    def _end_step(self) -> None:
-        """Commit the step: the program has come back from its body."""
+        This is done with the next thing that the program does with the job. After an error in the outer body there is no
+        such thing: the rest of the body has not run, so no listener may hear of the step, and no checkpoint may have it.
+        """
+        if self._is_left:
+            self._is_left = False
+            self._end_step(is_left=True)
+
+    def _end_step(self, *, is_left: bool = False) -> None:
+        """Commit the step: the program has come back from its body, or has left it by `break`."""
         self.check_outer("the end of a step")
         step, self._step = self._step, None
         self._step_ended_s = time.monotonic()
@@ -461,13 +464,13 @@ class Trainer:
         except CommError as error:
             self._lost(error)  # the machine remembers it
         self._outer.note_draws()  # a checkpoint of this step has them
-        self._tell_listeners()
+        self._tell_listeners(is_left)
 
     def _end_batches(self) -> None:
         self._batches.end_step()
         self._passes_in_step, self._kept = 0, {}
 
-    def _tell_listeners(self) -> None:
+    def _tell_listeners(self, is_left: bool) -> None:
         if self._listeners.commit:
             progress = self.progress
             event = StepCommitted(
@@ -479,6 +482,7 @@ class Trainer:
                 time.monotonic() - self._timer.began_s,
                 self._timer.compute_s,
                 self.adaptation.last_values,
+                is_left,
             )
             for listener in self._listeners.commit:
                 listener(event)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,15 @@ from torch import nn
 import pliant
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import checkpoint_file
-from pliant.train.checkpoint import Checkpoint, CheckpointWriter, _find_start, load_checkpoint, newest_checkpoint
+from pliant.train.checkpoint import (
+    Checkpoint,
+    Checkpointing,
+    CheckpointWriter,
+    _find_start,
+    load_checkpoint,
+    newest_checkpoint,
+)
+from pliant.train.events import StepCommitted
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 4)},
@@ -298,6 +307,28 @@ def test_a_job_that_has_lost_its_state_goes_back_as_little_as_it_can(tmp_path: P
         assert _find_start(asked, str(directory), False, said.append) == begins
         assert _find_start(asked, str(directory), True, said.append) == goes_on
     assert not said
+
+
+def test_one_that_is_due_where_an_epoch_is_left_waits_for_its_end() -> None:
+    """Else a resumed job would go on with the steps of the epoch that the program has left."""
+    made = Checkpointing(mock.Mock(), "folder", 3, "D1", print)
+
+    def end_step(step: int, *, leaves_epoch: bool = False) -> None:
+        made.end_step(StepCommitted(step, 0, step, 1, 0, 0.0, 0.0, {}, leaves_epoch), lambda: True)
+
+    with mock.patch.object(Checkpointing, "write") as write:
+        end_step(3)
+        end_step(5, leaves_epoch=True)
+        made.end_epoch(True, lambda: True)
+        assert write.call_args_list == [mock.call("")]
+        end_step(6, leaves_epoch=True)
+        assert write.call_count == 1
+        made.end_epoch(True, lambda: True)
+        made.end_epoch(True, lambda: True)
+        assert write.call_args_list == [mock.call("")] * 2
+        made.ask("mine")
+        end_step(9, leaves_epoch=True)
+        assert write.call_args_list[2:] == [mock.call("mine")], "the program has asked for this state"
 
 
 @pytest.fixture

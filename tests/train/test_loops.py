@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,117 +14,8 @@ import torch
 import pliant
 from pliant.errors import TrainError
 from pliant.train.job import Job
-from pliant.train.loops import is_left_by_error
 
 pytestmark = pytest.mark.timeout(60)
-
-# --- break, or an error ---
-
-
-def watched(found: list[bool]) -> Iterator[int]:
-    for number in itertools.count():
-        try:
-            yield number
-        except GeneratorExit:
-            found.append(is_left_by_error())
-            raise
-
-
-def passed_on(iterator: Iterator[int]) -> Iterator[int]:
-    for each in iterator:  # noqa: UP028
-        yield each
-
-
-def nested(found: list[bool]) -> Iterator[int]:
-    with contextlib.nullcontext():
-        for each in watched(found):  # noqa: UP028
-            yield each
-
-
-def fails(found: list[bool]) -> Iterator[int]:
-    for each in watched(found):
-        yield each
-        raise ValueError
-
-
-def by_break(found: list[bool]) -> None:
-    for _ in watched(found):
-        break
-
-
-def by_return(found: list[bool]) -> int:
-    for number in watched(found):
-        with contextlib.nullcontext():
-            return number
-    return 0
-
-
-def by_break_in_a_handler(found: list[bool]) -> None:
-    for _ in watched(found):
-        try:
-            int("x")
-        except ValueError:
-            break
-
-
-def by_break_through_generators(found: list[bool]) -> None:
-    for _ in enumerate(passed_on(nested(found))):
-        break
-
-
-def by_close(found: list[bool]) -> None:
-    iterator = watched(found)
-    next(iterator)
-    iterator.close()  # type: ignore[attr-defined]
-
-
-def by_the_end_of_a_function(found: list[bool]) -> None:
-    iterator = watched(found)
-    for _ in iterator:
-        break
-
-
-def by_error(found: list[bool]) -> None:
-    for _ in watched(found):
-        int("x")
-
-
-def by_error_that_is_caught(found: list[bool]) -> None:
-    with contextlib.suppress(ValueError):
-        for _ in watched(found):
-            raise ValueError
-
-
-def by_exit(found: list[bool]) -> None:
-    for _ in watched(found):
-        sys.exit(0)
-
-
-def by_error_through_generators(found: list[bool]) -> None:
-    for _ in zip(passed_on(nested(found)), "ab", strict=False):
-        int("x")
-
-
-def by_error_in_a_generator(found: list[bool]) -> None:
-    for _ in passed_on(fails(found)):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("leave", "expected"),
-    [
-        *((each, False) for each in (by_break, by_return, by_break_in_a_handler, by_break_through_generators)),
-        *((each, False) for each in (by_close, by_the_end_of_a_function)),
-        *((each, True) for each in (by_error, by_error_that_is_caught, by_exit)),
-        *((each, True) for each in (by_error_through_generators, by_error_in_a_generator)),
-    ],
-)
-def test_a_break_is_told_from_an_error(leave: Callable[[list[bool]], Any], expected: bool) -> None:
-    found: list[bool] = []
-    with contextlib.suppress(ValueError, SystemExit):
-        leave(found)
-    assert found == [expected]
-
 
 # --- jobs of one worker with three replicas ---
 
@@ -198,7 +87,7 @@ def test_a_break_ends_the_training_and_an_error_does_not(tmp_path: Path) -> None
 
     def run(leave: Callable[[], Any], **more: Any) -> tuple[bool, list[int]]:
         model, committed = torch.nn.Linear(2, 1), list[int]()
-        with pliant.join(replicas=3) as job, contextlib.suppress(Stop):
+        with contextlib.suppress(Stop), pliant.join(replicas=3) as job:
             model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
             job.on_commit(lambda event: committed.append(event.step))
             for step in job.steps(5):
