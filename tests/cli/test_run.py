@@ -36,7 +36,12 @@ def test_kungfus_spellings_become_ours_and_the_programs_flags_stay(typed: str, r
 
 def test_the_help_page_fits_two_screens_and_hides_what_few_need() -> None:
     shown = subprocess.run(
-        [*MAIN, "run", "--help"], env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True
+        [*MAIN, "run", "--help"],
+        env={**os.environ, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     assert len(shown.splitlines()) <= 70
     for panel in ("Where it runs", "Elasticity", "State", "Adaptation", "Output"):

@@ -131,8 +131,8 @@ def test_a_job_whose_worker_is_killed_and_replaced(
 def test_workers_end_with_their_coordinator_however_it_ends(ward: Nursery, tmp_path: Path, nothing_left: None) -> None:
     config = small()
     with Coordinator(config, secret=SECRET) as coordinator:
-        launcher = ward.start(tmp_path / "launcher", "_launcher", 2, coordinator.port, str(Path(__file__).parent))
-        coordinator.wait_for(2, 60)
+        launcher = ward.start(tmp_path / "launcher", "_launcher", 1, coordinator.port, str(Path(__file__).parent))
+        coordinator.wait_for(1, 60)
         pids = {each.pid for each in coordinator.workers()} | runs_of(coordinator.address)
         launcher.kill()
         until(lambda: not [pid for pid in pids if lives(pid)], "their end")

@@ -137,10 +137,11 @@ try:
     pin(sys.argv[1])
 except ConfigError as error:
     found["refused"] = str(error)
-torch.backends.cuda.matmul.fp32_precision = "tf32"  # as a program may have asked for; needs no GPU
-found["asked"] = fingerprint().flags
-determinism._pin_cuda("D2")
-found["switches"] = fingerprint().flags
+if sys.argv[1] == "D1":  # once is enough: it imports a large part of torch
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as a program may have asked for; needs no GPU
+    found["asked"] = fingerprint().flags
+    determinism._pin_cuda("D2")
+    found["switches"] = fingerprint().flags
 print(json.dumps(found))
 """
 
