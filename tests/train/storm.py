@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from gang import Gang, gang
 from programs import Images, ImageStream, StatelessStream, may_have_children, seed_all
 from stage import new_workers, spec_of, view_of
+from subject import REPLACED_EXIT
 from torch import Tensor, nn
 
 import pliant
@@ -37,7 +38,6 @@ from pliant.elastic.client import ConfigClient
 from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import ClusterCleared, MustBeReplaced
 
-REPLACED_EXIT = 1
 STALL_S = 60.0
 """A storm in which no step is done for so long has a worker that hangs."""
 

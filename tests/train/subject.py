@@ -23,6 +23,7 @@ from golden import Step, golden
 from programs import Program, build, digest, loading_of, may_have_children, one_step
 
 import pliant
+from pliant.errors import MustBeReplaced
 from pliant.train import checkpoint_file, trace
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.events import StepCommitted, ViewChange
@@ -31,6 +32,8 @@ from pliant.train.rendezvous import ViewRendezvous
 from pliant.train.trainer import Trainer
 
 GATE_S = 60.0
+REPLACED_EXIT = 1
+"""Of a worker that cannot go on, in whose place a runner starts another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +109,9 @@ def train(rank: int, task: Task) -> int:
     except SystemExit as leaving:
         journal.write("left", code=leaving.code or 0)
         return int(leaving.code or 0)
+    except MustBeReplaced as error:
+        journal.write("replaced", why=str(error))
+        return REPLACED_EXIT
     journal.write("finished")
     return 0
 

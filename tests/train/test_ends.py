@@ -1,4 +1,5 @@
-"""A job that is told to end stops between two steps: whoever resumes it gets the bits of a job that was not interrupted."""
+"""The ends and the beginning of a job: told to end, it stops between two steps; resumed, or begun with a loss, it has the bits
+of a job that nothing has happened to."""
 
 from __future__ import annotations
 
@@ -79,6 +80,8 @@ def train(rank: int, environ: dict[str, str], sync: str, at: Place | None, then:
     os.environ.update(environ)
     if then == "as 0.1":
         _end_at_once()
+    if then == "dies before the first state is here" and rank == 3:
+        ViewRendezvous._check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     done: list[int] = []
     try:
         return _train(sync, at, then, done), done
@@ -105,8 +108,8 @@ def _train(sync: str, at: Place | None, then: str, done: list[int]) -> str:
     net = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
     )
-    data = TensorDataset(torch.randn(24, 4))
-    with pliant.join(replicas=3, sync=sync) as job:
+    data = TensorDataset(torch.randn(48, 4))
+    with pliant.join(replicas=6, sync=sync) as job:
         before = Interruption(job, at, then)
         model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         scheduler = job.track("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5))
@@ -154,7 +157,7 @@ def run(folder: Path, sync: str, at: Place | None, then: str = "ends", size: int
                 assert workers.hear(1) == "dawdling"
                 for rank in range(size):
                     workers.kill(rank, signal.SIGTERM)
-            return workers.results(ranks=[0] if then == "dies" else None)
+            return workers.results(ranks=range(size - 1) if then.startswith("dies") else None)
 
 
 def newest(folder: Path) -> int:
@@ -192,6 +195,14 @@ def test_nothing_is_written_in_the_middle_of_a_step(then: str, tmp_path: Path) -
     assert endings[0] == ("left with 0", [0, 1, 2, 3])
     assert newest(tmp_path) == 3, "the last one that was due"
     go_on(tmp_path, "fifo", expected)
+
+
+def test_a_loss_while_the_first_state_is_handed_out_makes_nobody_late(tmp_path: Path) -> None:
+    """What the program does before its first step counts on all workers, as if there had been no loss."""
+    with gang(train, [({}, "fifo", None, "")]) as alone:
+        [expected] = alone.results()
+    for found in run(tmp_path, "fifo", None, "dies before the first state is here", size=4):
+        assert found == expected
 
 
 def test_a_checkpoint_of_the_middle_of_a_step_would_change_the_bits(tmp_path: Path) -> None:
