@@ -152,7 +152,9 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
     while True:
         for replica in replicas:
             trainer.begin_shard(replica)
-            done[replica] = function(replica), trainer.end_shard(replica)
+            result = function(replica)
+            flatten(result, "the result of job.on_replicas")
+            done[replica] = result, trainer.end_shard(replica)
 
         def ask(engine: Engine) -> list[Any]:
             return [spread_state(engine, done if engine.rank == rank else None, rank) for rank in range(engine.size)]

@@ -415,6 +415,8 @@ class Job:
             whole_number(f"job.steps({count!r})", count, 1),
             whole_number(f"job.steps(start={start!r})", start, 0),
         )
+        if batch is not None and not callable(batch):
+            raise ConfigError(f"job.steps(batch={batch!r:.60}): give it a function of the replica")
         if self._loop is not None or self._declared.data is not None:
             raise TrainError(
                 "job.steps is the loop of a program without job.epochs and job.loader: use either the one or the others"

@@ -308,6 +308,7 @@ WRONG_VALUES: list[tuple[Callable[[Any], object], str]] = [
     (_wrap(bucket_cap_mb="25"), "bucket_cap_mb='25'.*: use a number of MiB above 0"),
     (_epochs("10"), r"job\.epochs\('10'\): use a whole number"),
     (_epochs(10, start=-1), r"job\.epochs\(start=-1\): use a whole number, 0 or more"),
+    (lambda job: job.steps(10, batch=5), r"job\.steps\(batch=5\): give it a function of the replica"),
     (lambda job: job.seed("x"), r"job\.seed\('x'\): use a whole number"),
     (lambda job: job.loader(Numbers(), batch_size=2).set_epoch("1"), r"loader\.set_epoch\('1'\): use a whole number"),
     (lambda job: job.loader(Numbers(), batch_size=2, seed="1"), "seed='1': must be a whole number"),
