@@ -1,5 +1,6 @@
 """pliant: PyTorch training on machines that come and go, with a result that does not change by one bit."""
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -49,5 +50,11 @@ _OWNERS = {
 def __getattr__(name: str) -> object:
     """What training programs use is loaded when it is first asked for: the command line starts without torch."""
     if name in __all__:
-        return getattr(import_module(_OWNERS.get(name, "pliant.adapt")), name)
+        state = (
+            random.getstate()
+        )  # the program may have seeded it, and some libraries draw from it when they are imported
+        try:
+            return getattr(import_module(_OWNERS.get(name, "pliant.adapt")), name)
+        finally:
+            random.setstate(state)
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")

@@ -117,3 +117,9 @@ for name in sys.argv[1:]:
 """
     done = subprocess.run([sys.executable, "-c", check, *TORCH_FREE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_programs_may_seed_before_they_use_pliant() -> None:
+    """Some libraries draw from Python's generator when they are imported, and `pliant.join` imports some."""
+    check = "import random, pliant; random.seed(1); before = random.getstate(); pliant.join; assert random.getstate() == before"
+    assert subprocess.run([sys.executable, "-c", check], timeout=30).returncode == 0
