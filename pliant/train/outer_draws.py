@@ -23,6 +23,7 @@ import torch
 
 from pliant.train.context import RngState, capture_rng, restore_rng
 
+Words = np.ndarray[Any, np.dtype[np.uint32]]
 SEARCHES = (1 << 20, 1 << 28)
 """How many words to search, about 5 ns each. If more lie between two states, the program has set the second one."""
 _WORDS = 624
@@ -65,11 +66,59 @@ class Twister:
             blocks += chunk
         return None
 
+    def was_just_seeded(self) -> bool:
+        """Return whether this state comes soon after a seed. It need not be searched for then: a seed fills all words by a
+        known rule, and the steps since then can be undone."""
+        words = np.frombuffer(self.key, dtype="<u4")
+        for _ in range(_RECENT_BLOCKS):
+            if _is_filled_by_seed(words):
+                return True
+            words = _block_before(words)
+        return False
+
     def _generator(self) -> np.random.MT19937:
         generator = np.random.MT19937(0)
         key = np.frombuffer(self.key, dtype="<u4").astype(np.uint32)
         generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": self.position}}
         return generator
+
+
+_RECENT_BLOCKS = 32
+_SEEDS_MIXED = np.frombuffer(np.random.RandomState(19650218).get_state(legacy=False)["state"]["key"].tobytes(), "<u4")
+"""What a seed of several words, as all of Python's are, is mixed into."""
+
+
+def _is_filled_by_seed(words: Words) -> bool:
+    """Return whether these words are as a seed leaves them (`init_genrand` and `init_by_array` of the twister's authors). The
+    first word does not matter: the twister uses one bit of it."""
+    before, after, number = words[1:-1], words[2:], np.arange(2, _WORDS, dtype=np.uint32)
+    mixed = before ^ (before >> 30)
+    if np.array_equal(after, mixed * np.uint32(1812433253) + number):
+        return True
+    # The second of the two rounds of `init_by_array` is undone. The first has added the words of the seed, one after the
+    # other, and again from the first one on.
+    first = after[1:] + number[1:] ^ mixed[1:] * np.uint32(1566083941)
+    added = first[1:] - (_SEEDS_MIXED[4:] ^ (first[:-1] ^ (first[:-1] >> 30)) * np.uint32(1664525))
+    return any(np.array_equal(added[length:], added[:-length]) for length in range(1, _WORDS // 2))
+
+
+def _block_before(words: Words) -> Words:
+    """Return the words of a twister before it has made these out of them. If a seed has left them, only one bit of the first
+    is right."""
+    both = np.concatenate([words, words])  # the first half is filled with the words before
+    for begin, end in ((228, _WORDS), (1, 228), (0, 1)):  # each needs what was found before it
+        upper, lower = (
+            _untwist(both[_WORDS + begin - back : _WORDS + end - back] ^ both[397 + begin - back : 397 + end - back])
+            for back in (0, 1)
+        )
+        both[begin:end] = (upper & np.uint32(0x80000000)) | (lower & np.uint32(0x7FFFFFFF))
+    return both[:_WORDS]
+
+
+def _untwist(value: Words) -> Words:
+    """Undo the twister's matrix: return the word with the upper bit of one word, and the lower bits of the next."""
+    odd = value >> np.uint32(31)
+    return ((value ^ odd * np.uint32(0x9908B0DF)) << np.uint32(1)) | odd
 
 
 def _temper(word: int) -> int:
@@ -205,8 +254,13 @@ def _moved_words(own: bytes, before: bytes, after: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def _words_between(before: bytes, after: bytes) -> int | None:
-    """Return how many words lie between two states. It is remembered: all replicas of a worker ask for the same."""
-    return _twister(before).words_until(_twister(after))
+    """Return how many words lie between two states; None if the generator was seeded. It is remembered: all replicas of a
+    worker ask for the same."""
+    begin, end = _twister(before), _twister(after)
+    words = begin.words_until(end, SEARCHES[0])
+    if words is not None or end.was_just_seeded():
+        return words
+    return begin.words_until(end)
 
 
 def _twister(words: bytes) -> Twister:

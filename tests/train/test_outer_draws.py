@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pliant.train.context import capture_rng, restore_rng, seeded_rng
-from pliant.train.outer_draws import Draws
+from pliant.train.outer_draws import SEARCHES, Draws, Twister
 
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
@@ -78,3 +78,31 @@ def test_a_new_seed_is_every_replicas_seed_even_if_it_is_the_old_one(seed: int) 
     torch.rand(10)
     after = capture_rng()
     assert Draws(before, after).apply(seeded_rng(2)).torch.equal(after.torch)
+
+
+SEEDS: list[tuple[Callable[[], object], bool]] = [
+    *((lambda seed=seed: random.seed(seed), True) for seed in (0, 7, -3, 2**70, "text", "a longer text" * 9)),
+    *((lambda seed=seed: np.random.seed(seed), False) for seed in (0, 7, 2**32 - 1, [7], [1, 2, 3])),
+]
+
+
+@pytest.mark.parametrize(("seed", "is_pythons"), SEEDS)
+def test_a_new_seed_of_python_or_numpy_is_known_without_a_long_search(
+    seed: Callable[[], object], is_pythons: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    def words_until(self: Twister, later: Twister, limit: int = SEARCHES[-1]) -> None:
+        searched.append(limit)
+
+    monkeypatch.setattr(Twister, "words_until", words_until)
+    random.random(), np.random.rand()
+    before = capture_rng()
+    for seeds, long_searches in ((seed, 0), (lambda: None, 1)):  # the negative control has only drawn
+        for count in (1, 311, 312, 313, 6000):
+            restore_rng(before)
+            seeds()
+            [random.random() for _ in range(count)] if is_pythons else np.random.rand(count)
+            searched.clear()
+            assert Draws(before, capture_rng()).counts[0 if is_pythons else 1] is None
+            assert searched.count(SEARCHES[-1]) == long_searches, f"{count} draws after it"
