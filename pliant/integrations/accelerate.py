@@ -75,7 +75,7 @@ def prepare_loader(
             persistent_workers=loader.persistent_workers,
             generator=loader.generator,
             multiprocessing_context=loader.multiprocessing_context,
-            timeout_s=loader.timeout,
+            timeout=loader.timeout,
         ),
         job.replicas,
         _order_of(batches.sampler, len(dataset), data_seed, use_seedable_sampler=use_seedable_sampler),

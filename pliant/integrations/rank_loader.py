@@ -18,6 +18,7 @@ from pliant.errors import ConfigError
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
 from pliant.train.feeder import ReplicaLoader
 from pliant.train.replicas import Replicas
+from pliant.train.sampler_copies import draw_base_seed
 from pliant.train.sampling import LoaderOptions, num_batches
 
 
@@ -75,7 +76,8 @@ class _Batches(ReplicaLoader):
     def next(self, replica: int) -> Any:
         hosted = self._hosted_replica(replica)
         if hosted.base_seed is None:
-            hosted.base_seed = self._draw(hosted.stream.epoch) + self._seed_step * replica
+            hosted.base_seed = draw_base_seed(self._generator, hosted.seeds) + self._seed_step * replica
+            hosted.seeds += 1
         return super().next(replica)
 
 

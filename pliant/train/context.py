@@ -276,9 +276,9 @@ def _numpy() -> _NumpyGlobal:
 # --- the position in the data ---
 
 
-_POSITION_HEADER = struct.Struct("<qqq?qIqq")
-_FIRST_HEADER_BYTES = struct.calcsize("<qqq?q")
-"""The size of the header in version 0.1, which had no own data."""
+_POSITION_HEADER = struct.Struct("<qqq?qIqqI")
+_FIRST_HEADER = struct.Struct("<qqq?q")
+"""The header in version 0.1, which had no own data."""
 _WORKER_STATE = struct.Struct(f"<?{RNG_BYTES}s")
 
 
@@ -299,9 +299,13 @@ class DataPosition:
     """Own data: a checksum of the indices drawn or the batches taken in the epoch. Whoever builds the replica's copy
     again must come to the same."""
     order: int | None = None
-    """Dealt data: the epoch whose order of samples is used, where the program has set one (`set_epoch`)."""
+    """Dealt data: the epoch whose order of samples is used, where the program has set one (`set_epoch`). With `left`, that
+    of the epoch that is over."""
     left: int | None = None
-    """Own data: the number of batches that were taken in the epoch that `extra` tells about, if that epoch is over."""
+    """The number of batches that were taken in the last epoch, where this one depends on it: with persistent loader workers,
+    which go on from there, and with own data, where `extra` tells about that epoch."""
+    seeds: int = 0
+    """How many base seeds were drawn from a `generator` of the loader's own."""
     extra: bytes = b""
     """Own data: the state from which the replica's sampler or stream can be built again (a record of
     `replica_copies`). It does not travel in `to_bytes`, because its size varies."""
@@ -310,16 +314,14 @@ class DataPosition:
         """Return the beginning of the epoch after this one."""
         kept = options.persistent_workers
         base_seed, workers = (self.base_seed, self.workers) if kept else (None, ())
+        begin = DataPosition(self.epoch + 1, base_seed=base_seed, workers=workers, seeds=self.seeds)
+        left = self.batch if self.left is None else self.left
+        if options.is_dealt and base_seed is not None:
+            order = self.epoch if self.order is None else self.order
+            return replace(begin, left=left, order=order)
         if not self.extra or (options.stream and options.num_workers and not kept):
-            return DataPosition(self.epoch + 1, base_seed=base_seed, workers=workers)
-        return DataPosition(
-            self.epoch + 1,
-            base_seed=base_seed,
-            workers=workers,
-            checksum=self.checksum,
-            left=self.batch if self.left is None else self.left,
-            extra=self.extra,
-        )
+            return begin
+        return replace(begin, checksum=self.checksum, left=left, extra=self.extra)
 
     def is_same(self, other: DataPosition, num_workers: int) -> bool:
         """Return whether the other position is the same, whether or not loader workers without a state are listed."""
@@ -334,8 +336,8 @@ class DataPosition:
     def to_bytes(self, num_workers: int) -> bytes:
         drawn = self.base_seed is not None
         order, left = (-1 if number is None else number for number in (self.order, self.left))
-        header = (self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0, self.checksum, order, left)
-        parts = [_POSITION_HEADER.pack(*header)]
+        begun = self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0
+        parts = [_POSITION_HEADER.pack(*begun, self.checksum, order, left, self.seeds)]
         for state in fill_states(self.workers, num_workers):
             parts.append(_WORKER_STATE.pack(state is not None, state or b""))
         return b"".join(parts)
@@ -350,11 +352,11 @@ class DataPosition:
         num_workers, rest = divmod(len(data) - _POSITION_HEADER.size, _WORKER_STATE.size)
         if rest or num_workers < 0:
             raise ConfigError(f"{len(data)} bytes are no stream position: use the pliant that wrote them")
-        epoch, batch, consumed, drawn, base_seed, checksum, order, left = _POSITION_HEADER.unpack_from(data)
+        epoch, batch, consumed, drawn, base_seed, checksum, order, left, seeds = _POSITION_HEADER.unpack_from(data)
         states = _WORKER_STATE.iter_unpack(data[_POSITION_HEADER.size :])
         workers = tuple(state if known else None for known, state in states)
         order, left = (None if number < 0 else number for number in (order, left))
-        return cls(epoch, batch, consumed, base_seed if drawn else None, workers, checksum, order, left)
+        return cls(epoch, batch, consumed, base_seed if drawn else None, workers, checksum, order, left, seeds)
 
 
 def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes | None]:
@@ -372,8 +374,9 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
 
 def upgrade_context(data: bytes) -> bytes:
     """Return the context of a checkpoint of version 0.1 as `ReplicaContext.to_bytes` writes it now."""
-    cut = RNG_BYTES + _FIRST_HEADER_BYTES
-    fresh = DataPosition().to_bytes(0)[_FIRST_HEADER_BYTES:]
+    cut = RNG_BYTES + _FIRST_HEADER.size
+    epoch, _, _, is_drawn, _ = _FIRST_HEADER.unpack_from(data, RNG_BYTES)
+    fresh = DataPosition(seeds=epoch + is_drawn).to_bytes(0)[_FIRST_HEADER.size :]
     return data[:cut] + fresh + data[cut:]
 
 

@@ -52,8 +52,9 @@ from pliant.train.loader_process import (
     run_loader_process,
     wrap_exception,
 )
+from pliant.train.replica_copies import OwnGenerators
 from pliant.train.replica_stream import StreamResume
-from pliant.train.sampler_copies import IndexDraws, SamplerCopies, draw_int64
+from pliant.train.sampler_copies import IndexDraws, SamplerCopies, draw_base_seed
 from pliant.train.sampling import PREFETCH_FACTOR, LoaderOptions, batch_indices, num_batches, sample_order
 
 _GRACE_S = 2.0
@@ -160,8 +161,8 @@ class LoaderPool:
                 raise each.error
         if not arrived:
             raise MustBeReplaced(
-                f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout_s={self._timeout_s:g}: "
-                "look at what its dataset waits for, or raise timeout_s"
+                f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout={self._timeout_s:g} s: "
+                "look at what its dataset waits for, or raise timeout"
             )
         return [each for each in arrived if isinstance(each, LoadedBatch)]
 
@@ -298,6 +299,11 @@ class _HostedReplica:
     """Its own sampler, if samples are not dealt."""
     ended: bool = False
     """Whether a batch was asked for after the last one."""
+    seeds: int = 0
+    """How many base seeds were drawn from the loader's own generator."""
+    unused: dict[int, Any] = field(default_factory=dict)
+    """The indices of batches that a persistent `DataLoader` has requested in the epoch before, which was left early, and
+    throws away: its loader workers make them all the same."""
 
 
 class Feeder(Protocol):
@@ -375,6 +381,8 @@ class ReplicaLoader:
         self._track_numbers = itertools.count()
         # The draws would come from one generator here, but from N equal ones in N processes.
         self._generator = None if options.generator is None else options.generator.get_state()
+        self._sampler_epoch = getattr(options.dealer, "epoch", None)
+        self._own_generators = OwnGenerators(dataset=dataset, collate_fn=self._collate) if num_replicas > 1 else None
 
     def __enter__(self) -> Self:
         return self
@@ -407,6 +415,8 @@ class ReplicaLoader:
                 self._stop()
             if self._samplers is not None:
                 self._samplers.changes.begin_epoch([each.draws.sampler for each in before.values() if each.draws])
+            elif self._options.dealer is not None and self._options.dealer.epoch != self._sampler_epoch:
+                self._order_epoch = self._sampler_epoch = self._options.dealer.epoch
         orders: dict[int, Tensor] = {}
         for turn, (replica, stream) in enumerate(streams.items()):
             hosted = before.get(replica)
@@ -419,9 +429,8 @@ class ReplicaLoader:
                 continue
             if stream.consumed not in orders:
                 orders[stream.consumed] = self._sample_order(stream)
-            self._hosted[replica] = self._make_hosted(
-                stream, turn, orders[stream.consumed][replica :: self._num_replicas]
-            )
+            share = orders[stream.consumed][replica :: self._num_replicas]
+            self._hosted[replica] = self._make_hosted(replica, stream, turn, share)
         for hosted in before.values():
             self._drop_tracks(hosted)
         self._prefetch()
@@ -437,7 +446,8 @@ class ReplicaLoader:
         if hosted.draws is not None:
             self._draw_indices(hosted, hosted.draws)
         elif hosted.base_seed is None:
-            hosted.base_seed = self._draw(hosted.stream.epoch)
+            hosted.base_seed = draw_base_seed(self._generator, hosted.seeds)
+            hosted.seeds += 1
         if hosted.batch >= hosted.num_batches:
             hosted.ended = True
             raise StopIteration
@@ -446,7 +456,11 @@ class ReplicaLoader:
             indices = self._take_indices(hosted, number)
             hosted.batch += 1
             data = fetch_batch(self._dataset, self._collate, indices, self._options.batches)
+            if self._own_generators is not None:
+                self._own_generators.check()
             return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
+        if hosted.unused:
+            self._load_unused(hosted)
         self._prefetch()
         while number not in hosted.loaded:
             self._receive(number)
@@ -459,10 +473,25 @@ class ReplicaLoader:
         hosted.size = loaded.size
         hosted.workers[number % self._options.num_workers] = loaded.state
         if hosted.draws is not None:
+            del hosted.draws.pending[number]
             hosted.draws.draw()
             hosted.num_batches = hosted.draws.drawn
         self._prefetch()
         return loaded.take()
+
+    def _load_unused(self, hosted: _HostedReplica) -> None:
+        """Let the loader workers of a replica make the batches that are thrown away."""
+        assert hosted.base_seed is not None, "the loader workers have made batches before"
+        track = self._open(hosted.base_seed, hosted.workers)
+        for number, indices in hosted.unused.items():
+            self._running_pool().load(track, number, indices)
+            hosted.tracks[number] = track
+        for number in hosted.unused:
+            while number not in hosted.loaded:
+                self._receive(number)
+            hosted.workers[number % self._options.num_workers] = hosted.loaded.pop(number).state
+        hosted.tracks, hosted.unused = {}, {}
+        self._running_pool().drop(track)
 
     def _draw_indices(self, hosted: _HostedReplica, draws: IndexDraws) -> None:
         """Draw from the replica's sampler what a DataLoader draws before it loads a batch."""
@@ -476,9 +505,11 @@ class ReplicaLoader:
         if hosted.draws is None:
             indices = batch_indices(hosted.share, number, self._options)
         else:
-            indices = hosted.draws.pending.pop(number)
+            indices = hosted.draws.pending[number]  # until it is taken
         if self._options.num_workers == 0:
-            hosted.size = len(indices) if self._options.batches else 1
+            if hosted.draws is not None:
+                del hosted.draws.pending[number]
+            hosted.size = 1 if isinstance(indices, int) or not self._options.batches else len(indices)
         return indices
 
     def last_size(self, replica: int) -> int:
@@ -500,7 +531,9 @@ class ReplicaLoader:
     def stream_at(self, hosted: _HostedReplica) -> DataPosition:
         begun = hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
         if hosted.draws is None:
-            return DataPosition(*begun, order=hosted.order)
+            if hosted.stream.left is not None and hosted.batch == 0:
+                return hosted.stream
+            return DataPosition(*begun, order=hosted.order, seeds=hosted.seeds)
         if not hosted.draws.begun:
             return hosted.stream
         return DataPosition(*begun, checksum=hosted.draws.checksum, extra=hosted.draws.record(hosted.ended))
@@ -523,7 +556,14 @@ class ReplicaLoader:
             hosted = ", ".join(map(str, self._hosted)) or "none"
             raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
-    def _make_hosted(self, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
+    def _make_hosted(self, replica: int, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
+        unused: dict[int, Any] = {}
+        if stream.left is not None and stream.order is not None and stream.batch == 0:
+            last = sample_order(len(self._dataset), self._num_replicas, stream.order, self._options, 0)
+            count = num_batches(len(self._dataset), self._num_replicas, self._options)
+            numbers = range(stream.left, min(count, stream.left + self._options.prefetched))
+            own = last[replica :: self._num_replicas]
+            unused = {number: batch_indices(own, number, self._options) for number in numbers}
         return _HostedReplica(
             stream=stream,
             turn=turn,
@@ -534,6 +574,8 @@ class ReplicaLoader:
             workers=fill_states(stream.workers, self._options.num_workers),
             asked=stream.batch,
             order=self._order_of(stream),
+            seeds=stream.seeds,
+            unused=unused,
         )
 
     def _make_sampled(
@@ -550,6 +592,7 @@ class ReplicaLoader:
             if stream.left is not None:
                 self._samplers.changes.apply_to(draws.sampler)
         draws.begun = draws.begun and stream.left is None
+        unused = {} if draws.begun or not self._options.persistent_workers else dict(draws.pending)
         return _HostedReplica(
             stream=stream,
             turn=turn,
@@ -561,6 +604,7 @@ class ReplicaLoader:
             asked=stream.batch,
             draws=draws,
             ended=draws.begun and draws.was_ended(stream),
+            unused=unused,
         )
 
     def _goes_on(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
@@ -581,17 +625,6 @@ class ReplicaLoader:
         epoch = stream.epoch if order is None else order
         return sample_order(len(self._dataset), self._num_replicas, epoch, self._options, stream.consumed)
 
-    def _draw(self, epoch: int) -> int:
-        """Draw the base seed as `iter(DataLoader)` does."""
-        if self._generator is None:
-            return draw_int64(torch.default_generator)
-        generator = torch.Generator()
-        generator.set_state(self._generator)
-        # One draw per epoch so far, except that persistent loader workers are seeded only once.
-        for _ in range(0 if self._options.persistent_workers else epoch):
-            draw_int64(generator)
-        return draw_int64(generator)
-
     def _rewind(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
         """Go back to this position, keeping what was prefetched; return False if that is not possible."""
         if hosted.draws is not None:
@@ -602,6 +635,8 @@ class ReplicaLoader:
             return False
         if self._order_of(stream) != hosted.order:
             return False
+        if stream.left is not None and hosted.batch:
+            return False  # the batches that are thrown away come before the first one
         if stream.base_seed != hosted.base_seed or stream.batch > hosted.batch or len(again) > self._depth(1):
             return False
         if not again:
@@ -634,7 +669,9 @@ class ReplicaLoader:
             behind = [
                 hosted
                 for hosted in self._hosted.values()
-                if hosted.base_seed is not None and hosted.asked < min(hosted.num_batches, hosted.batch + depth)
+                if hosted.base_seed is not None
+                and not hosted.unused
+                and hosted.asked < min(hosted.num_batches, hosted.batch + depth)
             ]
             if not behind:
                 return
@@ -673,9 +710,14 @@ class ReplicaLoader:
         if self._pool is None:
             options = self._options
             spec = LoaderSpec(
-                self._dataset, self._collate, options.worker_init_fn, options.num_workers, options.batches
+                self._dataset,
+                self._collate,
+                options.worker_init_fn,
+                options.num_workers,
+                options.batches,
+                is_shared=self._num_replicas > 1,
             )
-            context, timeout_s = self._options.multiprocessing_context, self._options.timeout_s
+            context, timeout_s = self._options.multiprocessing_context, self._options.timeout
             self._pool = LoaderPool(spec, context, pin=self._pin, timeout_s=timeout_s)
         return self._pool
 

@@ -10,6 +10,7 @@ torch.multiprocessing would open a connection with a handshake for each tensor, 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -35,6 +36,7 @@ from torch.utils.data._utils import worker as torch_worker
 from pliant.child import die_with
 from pliant.errors import MustBeReplaced
 from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.replica_copies import OwnGenerators
 from pliant.train.replica_stream import ReplicaStream, StreamEnd, StreamOptions, StreamResume
 
 parent_ends: set[Connection[Any, Any] | socket.socket] = set()
@@ -54,6 +56,8 @@ class LoaderSpec:
     """If false, the dataset gives whole batches."""
     streams: StreamOptions | None = None
     """How to iterate over an iterable dataset; None for a map-style one."""
+    is_shared: bool = False
+    """Whether several replicas share the dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +223,7 @@ class _MessageReader:
             match message:
                 case OpenTrack() | OpenStream():
                     self._wanted.add(message.track)
-                case BeginStream():
-                    self._wanted.discard(message.before)
+                case BeginStream():  # what was requested before is still loaded: the stream goes on from there
                     self._wanted.add(message.track)
                 case DropTrack():
                     self._wanted.discard(message.track)
@@ -245,6 +248,7 @@ class _LoaderWorkers:
         self._states: dict[int, RngState] = {}
         self._seeds: dict[int, int] = {}
         self._beginnings: dict[int, _SeededWorker] = {}
+        self._own_generators: OwnGenerators | None = None
 
     def open(self, message: Message) -> None:
         """Make a loader worker with the given state."""
@@ -277,12 +281,21 @@ class _LoaderWorkers:
         data: Any = self._beginnings[self._seeds[track]].failure
         if data is None:
             try:
-                data = fetch_batch(self._spec.dataset, self._spec.collate_fn, message.indices, self._spec.batches)
+                data = self._fetch(message.indices)
             except Exception:
                 data = wrap_exception(f"in loader process {self._worker}")
         state = self._states[track] = capture_rng()
         size = len(message.indices) if self._spec.batches else 1
         return LoadedBatch(track, message.batch, data, state.to_bytes(), size)
+
+    def _fetch(self, indices: Any) -> Any:
+        spec = self._spec
+        if spec.is_shared and self._own_generators is None:  # after `worker_init_fn`, which may have made some
+            self._own_generators = OwnGenerators(dataset=spec.dataset, collate_fn=spec.collate_fn)
+        data = fetch_batch(spec.dataset, spec.collate_fn, indices, spec.batches)
+        if self._own_generators is not None:
+            self._own_generators.check()
+        return data
 
     def drop(self, track: int) -> None:
         self._states.pop(track, None)
@@ -346,6 +359,9 @@ class _StreamWorkers:
             self._spec.worker_init_fn(self._worker)
         if resume is not None:
             found.stream.resume(resume)
+        for _ in range(resume.unused if resume is not None else 0):
+            with contextlib.suppress(Exception):  # it is thrown away
+                found.stream.fetch()
         if resume is None or resume.is_over:
             found.stream.begin()
 

@@ -10,8 +10,12 @@ What must be rebuilt without drawing again has a `state_dict`, by the convention
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
 import json
+import pickle
 import random
 import struct
 import zlib
@@ -32,6 +36,8 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 _WITHOUT_STATE = (type, FunctionType, MethodType, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
 _MAX_ITEMS = 64
 """Longer lists are data; shorter ones may hold samplers or generators."""
+_MAX_OBJECTS = 10_000
+"""Where the search for random generators ends."""
 _MAX_TEXT = 1024
 """Longer strings are data."""
 _SAMPLED_BYTES = 4096
@@ -185,6 +191,73 @@ def _load_generator(generator: Any, state: Any) -> None:
             generator.bit_generator.state = state
         case np.random.RandomState():
             generator.set_state(state)
+
+
+class OwnGenerators:
+    """Notices a map-style dataset or a collate function that draws from random generators of its own.
+
+    All replicas of a worker share them, but every DDP rank has its own, and so has each of its loader workers.
+    """
+
+    def __init__(self, **things: Any) -> None:
+        self._things, self._is_new = things, True
+        self._states = self._read()
+
+    def check(self) -> None:
+        """Raise TrainError if one of them has drawn since the last call."""
+        if not self._states and not self._is_new:
+            return
+        before, self._states, self._is_new = self._states, self._read(), False
+        for path, state in self._states.items():
+            if before.get(path, state) != state:
+                raise TrainError(
+                    f"{path} is a random generator of the dataset's own, and a batch has drawn from it: the replicas of a worker "
+                    "share it, so their batches would depend on the workers. Draw from the generators of torch, NumPy or Python "
+                    "(torch.rand, np.random.rand, random.random), which each replica has for itself, or make one for each "
+                    "sample: np.random.default_rng((seed, index))"
+                )
+
+    def _read(self) -> dict[str, bytes]:
+        return {path: pickle.dumps(_saved(found)) for path, found in _generators(self._things).items()}
+
+
+def _generators(things: Any) -> dict[str, Any]:
+    """Return the random generators in `things`, in their attributes, and in what their functions refer to."""
+    found: dict[str, Any] = {}
+    shared = {id(torch.default_generator), id(random.random.__self__), id(np.random.rand.__self__)}  # type: ignore[attr-defined]
+    left, seen = [("", things)], set(shared)
+    while left and len(seen) < _MAX_OBJECTS:
+        path, value = left.pop()
+        if id(value) in seen or type(value) in _PLAIN:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _GENERATORS):
+            found[path] = value
+        else:
+            left += [(f"{path}.{name}" if path else f"{name}", each) for name, each in _parts_of(value)]
+    return found
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the named parts of a value in which a random generator may be."""
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value)) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, FunctionType):
+        with contextlib.suppress(ValueError):  # a variable without a value
+            own = inspect.getclosurevars(value)
+            generators = [each for each in own.globals.items() if isinstance(each[1], _GENERATORS)]
+            return [*own.nonlocals.items(), *generators]
+        return []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, _WITHOUT_STATE) or not hasattr(value, "__dict__"):
+        return []
+    methods = (getattr(type(value), name, None) for name in ("__getitem__", "__getitems__", "__call__"))
+    return [*vars(value).items(), *((each.__name__, each) for each in methods if isinstance(each, FunctionType))]
 
 
 def has_state(thing: Any) -> bool:

@@ -61,6 +61,8 @@ class StreamResume:
     """The checksum of the batches, if it is known."""
     between: Sequence[Sequence[Any]] = ()
     """What the training has drawn between the batches (`DrawsBetween.entries`)."""
+    unused: int = 0
+    """How many more batches are made, and thrown away, before an epoch that was left early is over."""
 
 
 def pack_start(random: bytes, attributes: Record) -> bytes:
@@ -157,7 +159,7 @@ class ReplicaStream:
     def resume(self, resume: StreamResume) -> None:
         """Continue where the stream was left."""
         record = unpack_record(resume.kept) if resume.kept is not None else None
-        if resume.is_over and (record is not None or not resume.count):
+        if resume.is_over and not resume.unused and (record is not None or not resume.count):
             if record is not None:
                 load_attributes(SimpleNamespace(dataset=self.dataset), record["copy"])
         elif record is not None:

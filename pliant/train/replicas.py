@@ -183,7 +183,8 @@ class Replicas:
     def _rest(self, epoch: int) -> DataPosition:
         """Return the position from which the rest of the epoch is dealt anew."""
         stream = self.stream_of(0, epoch)
-        return DataPosition(stream.epoch, consumed=samples_used(self.num_samples, self.count, stream, self.loading))
+        used = samples_used(self.num_samples, self.count, stream, self.loading)
+        return DataPosition(stream.epoch, consumed=used, seeds=stream.seeds)
 
     def deal_to(self, count: int, epoch: int, step: int, device: torch.device) -> None:
         """Go on with another number of replicas: deal the rest of the epoch's samples to them."""
@@ -208,6 +209,8 @@ class Replicas:
             raise ConfigError(
                 "the batch size cannot be changed: each replica draws batches from a sampler or stream of its own"
             )
+        if not self.loading.batches:
+            raise ConfigError("the batch size cannot be changed: with batch_size=None the dataset makes the batches")
         if num_batches(self.num_samples, self.count, replace(self.loading, batch_size=size)) == 0:
             raise ConfigError(
                 f"{self.num_samples} samples are too few for a batch of {size} for each of {self.count} replicas: decide for "

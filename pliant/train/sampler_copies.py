@@ -43,6 +43,18 @@ def draw_int64(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
+def draw_base_seed(state: torch.Tensor | None, count: int) -> int:
+    """Draw the base seed as `iter(DataLoader)` does: from the default generator, or the one after so many from a generator
+    in this state."""
+    if state is None:
+        return draw_int64(torch.default_generator)
+    generator = torch.Generator()
+    generator.set_state(state)
+    for _ in range(count):
+        draw_int64(generator)
+    return draw_int64(generator)
+
+
 class SamplerCopies:
     """Makes the replicas' copies of the program's sampler, and keeps them as the program wants them."""
 

@@ -50,6 +50,9 @@ class LoaderOptions:
     """The same for a sampler that gives the indices of whole batches."""
     stream: bool = False
     """Whether the dataset is an `IterableDataset`."""
+    dealer: Any = None
+    """The program's `DistributedSampler`, if it has given one. If the program calls its `set_epoch`, samples come in the order
+    of that epoch."""
     num_workers: int = 0
     """The loader processes of one worker, whatever the number of replicas it hosts."""
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -65,8 +68,8 @@ class LoaderOptions:
     generator: torch.Generator | None = None
     """Draws the base seeds instead of the default generator. Must be used for nothing else."""
     multiprocessing_context: BaseContext | str | None = None
-    timeout_s: float = 0.0
-    """How long to wait for one batch of a loader process (`timeout` of `DataLoader`); 0: forever."""
+    timeout: float = 0.0
+    """How many seconds to wait for one batch of a loader process; 0: forever."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("num_workers", 0)):
@@ -77,8 +80,8 @@ class LoaderOptions:
             raise ConfigError(f"seed={self.seed!r}: must be a whole number")
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise ConfigError(f"prefetch_factor={self.prefetch_factor}: must be at least 1")
-        if self.timeout_s < 0:
-            raise ConfigError(f"timeout_s={self.timeout_s:g}: must not be negative; 0 waits for ever")
+        if self.timeout < 0:
+            raise ConfigError(f"timeout={self.timeout:g}: must not be negative; 0 waits for ever")
         if self.num_workers == 0:
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 if getattr(self, name):
@@ -106,7 +109,9 @@ class LoaderOptions:
 
 
 PREFETCH_FACTOR = 2
-_NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions) if field.name not in ("batches", "stream"))
+_NAMES = tuple(
+    field.name for field in dataclasses.fields(LoaderOptions) if field.name not in ("batches", "stream", "dealer")
+)
 _SAMPLER_NAMES = ("seed", "sampler_drop_last")
 """Settings that a `DataLoader` does not have unless it has a `DistributedSampler`."""
 
@@ -150,8 +155,6 @@ def _settings_beside(dataset: Any, given: dict[str, Any]) -> dict[str, Any]:
     if settings.get("batch_size", 1) is None:
         if settings.get("drop_last"):
             raise ConfigError("drop_last=True with batch_size=None: there are no batches to drop")
-        if not stream and sampler is None:
-            raise Unsliceable(_NO_BATCHES)
         settings |= {"batch_size": 1, "batches": False}
     if stream:
         if sampler is not None or batch_sampler is not None or settings.get("shuffle"):
@@ -167,19 +170,11 @@ def _settings_beside(dataset: Any, given: dict[str, Any]) -> dict[str, Any]:
         if settings.get("shuffle"):
             raise ConfigError("shuffle=True beside sampler=, which gives the order: leave one of them out")
         order = _dealt_order(sampler)
-        if order is not None and not settings.get("batches", True):
-            raise Unsliceable(_NO_BATCHES)
         if order is None:
             _check_sampler(sampler, "sampler")
             return settings | {"shuffle": False}
         return settings | {"sampler": None} | order
     return settings
-
-
-_NO_BATCHES = (
-    "batch_size=None: without batches there are no equal shares. Give a batch_size; if the dataset makes batches itself, "
-    "let it give one sample at a time, or give a sampler of each replica's own"
-)
 
 
 def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +198,7 @@ def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str
         "persistent_workers": loader.persistent_workers,
         "generator": loader.generator,
         "multiprocessing_context": loader.multiprocessing_context,
-        "timeout_s": loader.timeout,
+        "timeout": loader.timeout,
         **order,
         **overrides,
     }
@@ -223,9 +218,8 @@ def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     order = _dealt_order(sampler)
     if order is None:
         _check_sampler(sampler, "sampler")
-        order = {"shuffle": False, "sampler": sampler, "batches": batches is not None}
-    elif batches is None:
-        raise Unsliceable(_NO_BATCHES)
+        order = {"shuffle": False, "sampler": sampler}
+    order |= {"batches": batches is not None}
     if batches is not None:  # a BatchSampler may also be given as such
         order |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     return order
@@ -235,7 +229,8 @@ def _dealt_order(sampler: Any) -> dict[str, Any] | None:
     """Return the settings that deal samples to replicas as this sampler would; None if each replica needs a copy."""
     # A subclass may do anything, so only torch's own types are dealt.
     if type(sampler) is DistributedSampler:
-        return {"shuffle": sampler.shuffle, "seed": sampler.seed, "sampler_drop_last": sampler.drop_last}
+        own = {"shuffle": sampler.shuffle, "seed": sampler.seed, "sampler_drop_last": sampler.drop_last}
+        return own | {"dealer": sampler}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}
     return {"shuffle": False} if type(sampler) is SequentialSampler else None
@@ -316,10 +311,11 @@ def sample_order(length: int, num_replicas: int, epoch: int, options: LoaderOpti
     return order.repeat(math.ceil(size / max(1, len(order))))[:size]
 
 
-def batch_indices(share: Tensor, number: int, options: LoaderOptions) -> list[int]:
-    """Return the samples of a replica's batch; `share` are all samples dealt to that replica."""
+def batch_indices(share: Tensor, number: int, options: LoaderOptions) -> list[int] | int:
+    """Return the samples of a replica's batch, or the one sample that is a batch; `share` are all samples dealt to that
+    replica."""
     samples: list[int] = share[number * options.batch_size : (number + 1) * options.batch_size].tolist()
-    return samples
+    return samples if options.batches else samples[0]
 
 
 def _padded_length(length: int, num_replicas: int, options: LoaderOptions) -> int:

@@ -38,7 +38,7 @@ from pliant.train.replica_copies import (
     unpack_record,
 )
 from pliant.train.replica_stream import ReplicaStream, StreamEnd, StreamOptions, StreamResume, pack_start
-from pliant.train.sampler_copies import draw_int64
+from pliant.train.sampler_copies import draw_base_seed
 from pliant.train.sampling import PREFETCH_FACTOR, LoaderOptions
 
 _REPEATABLE = 2
@@ -231,15 +231,10 @@ class StreamLoader:
         options = self.options
         return StreamOptions(options.batch_size, options.batches, options.drop_last, self.changes.epoch)
 
-    def draw_base_seed(self, epoch: int) -> int:
-        """Draw the base seed as `iter(DataLoader)` does."""
-        if self._generator is None:
-            return draw_int64(torch.default_generator)
-        generator = torch.Generator()
-        generator.set_state(self._generator)
-        for _ in range(0 if self.options.persistent_workers else epoch):  # one draw per epoch so far
-            draw_int64(generator)
-        return draw_int64(generator)
+    def begin_epoch(self, position: DataPosition) -> tuple[DataPosition, int]:
+        """Draw the base seed as `iter(DataLoader)` does; return the position with it, and the seed itself."""
+        base_seed = draw_base_seed(self._generator, position.seeds)
+        return replace(position, base_seed=base_seed, seeds=position.seeds + 1), base_seed
 
     def pool(self) -> LoaderPool:
         if self._pool is None:
@@ -252,7 +247,7 @@ class StreamLoader:
                 options.batches,
                 self.stream_options,
             )
-            self._pool = LoaderPool(spec, options.multiprocessing_context, pin=self.pins, timeout_s=options.timeout_s)
+            self._pool = LoaderPool(spec, options.multiprocessing_context, pin=self.pins, timeout_s=options.timeout)
         return self._pool
 
     @property
@@ -277,7 +272,7 @@ class StreamLoader:
         for loaded in self.pool().receive(number):
             for hosted in self._hosted.values():
                 if isinstance(hosted, _PooledStream) and hosted.track == loaded.track:
-                    hosted.loaded[loaded.batch] = loaded
+                    hosted.arrived(loaded)
 
     @contextlib.contextmanager
     def telling_cost(self, replica: int, count: int, name: str) -> Iterator[None]:
@@ -354,8 +349,7 @@ class _LocalStream:
     def take(self) -> Any:
         position, stream = self.position, self.stream
         if not self._begun:
-            base_seed = self._loader.draw_base_seed(position.epoch)
-            position = DataPosition(position.epoch, base_seed=base_seed)
+            position, _ = self._loader.begin_epoch(DataPosition(position.epoch, seeds=position.seeds))
             stream.begin()
             self._begun, self._between = True, DrawsBetween()
         before, known = capture_rng(), len(self._between.entries)
@@ -447,14 +441,22 @@ class _PooledStream:
         is_over, taken = self.position.left is not None, self._cursor.taken
         columns = zip(self._starts, taken, self._kept, self._states, strict=True)
         resumes = [
-            StreamResume(start, count, kept, state if count or is_over else None, is_over)
+            StreamResume(start, count, kept, state if count else None, is_over, unused=self._unused(worker, is_over))
             if count or is_over or start is not None
             else None
-            for start, count, kept, state in columns
+            for worker, (start, count, kept, state) in enumerate(columns)
         ]
         again = sum(count for count, kept in zip(taken, self._kept, strict=True) if kept is None)
         with self._loader.telling_cost(self._replica, again, _name_of(self._loader.dataset)):
             self._loader.pool().open_stream(self.track, base_seed, self._replica, resumes)
+
+    def _unused(self, worker: int, is_over: bool) -> int:
+        """Return how many more batches a persistent `DataLoader` has requested from a loader worker in an epoch that was left
+        early: they are made and thrown away."""
+        options = self._loader.options
+        if not is_over or not options.persistent_workers or worker in self._ends:
+            return 0
+        return options.prefetch_factor or PREFETCH_FACTOR
 
     def _reset(self) -> None:
         """Forget the epoch that is over. Loader workers that have ended begin the next one as they are."""
@@ -467,6 +469,8 @@ class _PooledStream:
     def begin_epoch(self, position: DataPosition) -> None:
         """Begin another epoch with persistent loader processes."""
         self.position = position
+        for ahead in range(1, (self._loader.options.prefetch_factor or PREFETCH_FACTOR) + 1):
+            self.request(ahead)  # they are made, and thrown away
         self._reset()
         if self.track is not None:  # a new one, so that what was requested too much is not taken for this epoch's
             before, self.track = self.track, next(self._loader.tracks)
@@ -481,12 +485,17 @@ class _PooledStream:
                 self._loader.pool().load(self.track, self._asked[worker] * self._num_workers + worker, None)
                 self._asked[worker] += 1
 
+    def arrived(self, loaded: LoadedBatch) -> None:
+        """Keep a batch until it is taken."""
+        self.loaded[loaded.batch] = loaded
+        if loaded.start is not None:
+            self._starts[loaded.batch % self._num_workers], self._has_changed = loaded.start, True
+
     def take(self) -> Any:
         position = self.position
         if position.base_seed is None:
-            position = replace(position, base_seed=self._loader.draw_base_seed(position.epoch))
-            assert position.base_seed is not None, "it was drawn"
-            self._open(position.base_seed)
+            position, base_seed = self._loader.begin_epoch(position)
+            self._open(base_seed)
         loaded = self._next_batch()
         if loaded is None:
             self._ended = self._has_changed = True
@@ -501,6 +510,12 @@ class _PooledStream:
     def _next_batch(self) -> LoadedBatch | None:
         """Return the next batch of the loader workers in turn; None if the streams of all have ended."""
         cursor = self._cursor
+        if self._loader.options.persistent_workers and not sum(cursor.taken) and not self._ends:
+            # Whoever continues the epoch needs the state with which each loader worker has begun it.
+            self._loader.prefetch()
+            for first in range(self._num_workers):
+                while first not in self.loaded:
+                    self._loader.receive(first)
         while len(self._ends) < self._num_workers:
             worker = cursor.next
             if worker in self._ends:
@@ -512,9 +527,7 @@ class _PooledStream:
                 self._loader.receive(number)
             loaded = self.loaded.pop(number)
             self._states[worker], self._kept[worker] = loaded.state, loaded.kept
-            if loaded.start is not None:
-                self._starts[worker] = loaded.start
-            self._has_changed |= loaded.start is not None or loaded.kept is not None
+            self._has_changed |= loaded.kept is not None
             cursor.advance()
             if isinstance(loaded.data, StreamEnd):
                 self._ends[worker] = cursor.taken[worker]

@@ -26,7 +26,7 @@ from pliant.train import loader_process
 from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
 from pliant.train.feeder import NumberFeeder, ReplicaLoader
 from pliant.train.loader_process import pack_shared, receive_shared, send_shared
-from pliant.train.sampling import LoaderOptions, num_batches
+from pliant.train.sampling import LoaderOptions, loader_options, num_batches
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
@@ -90,8 +90,16 @@ class Replicas:
         return cls({v: [] for v in range(num_replicas)}, {v: world(v) for v in range(num_replicas)})
 
 
-def stock(num_replicas: int, options: LoaderOptions, dataset: Dataset[Any] | None = None) -> Replicas:
-    """What `DataLoader` with `DistributedSampler` gives to each rank, in generators of its own."""
+def stock(
+    num_replicas: int,
+    options: LoaderOptions,
+    dataset: Dataset[Any] | None = None,
+    *,
+    first: int = 0,
+    leaves: int | None = None,
+) -> Replicas:
+    """What `DataLoader` with `DistributedSampler` gives to each rank, in generators of its own. The program begins with epoch
+    `first`, and `leaves` each epoch after so many batches."""
     told = Replicas.of(num_replicas)
     for rank in range(num_replicas):
         restore_rng(told.worlds[rank])
@@ -105,14 +113,17 @@ def stock(num_replicas: int, options: LoaderOptions, dataset: Dataset[Any] | Non
             drop_last=options.drop_last,
             num_workers=options.num_workers,
             worker_init_fn=options.worker_init_fn,
+            prefetch_factor=options.prefetch_factor,
             persistent_workers=options.persistent_workers,
             generator=generator,
         )
-        for epoch in range(EPOCHS):
+        for epoch in range(first, first + EPOCHS):
             sampler.set_epoch(epoch)
-            for batch in loader:
+            for number, batch in enumerate(loader, 1):
                 told.got[rank].append(batch.clone())
                 torch.rand(1), np.random.rand(), random.random()  # the model draws, too
+                if number == leaves:
+                    break
         told.worlds[rank] = capture_rng()
     return told
 
@@ -197,13 +208,13 @@ def carried(streams: Mapping[int, DataPosition], num_workers: int) -> dict[int, 
     return arrived
 
 
-def moving(options: LoaderOptions) -> Replicas:
+def moving(options: LoaderOptions, *, first: int = 0, leaves: int | None = None) -> Replicas:
     """Four replicas, dealt anew to two feeders before every step; and each third step is done twice."""
     told = Replicas.of(4)
-    streams = dict.fromkeys(range(4), DataPosition())
+    streams = dict.fromkeys(range(4), DataPosition(first))
     chance = random.Random(1)
     with ReplicaLoader(Augmented(), options, 4) as one, ReplicaLoader(Augmented(), options, 4) as two:
-        for step in range(EPOCHS * num_batches(LENGTH, 4, options)):
+        for step in range(EPOCHS * (leaves or num_batches(LENGTH, 4, options))):
             homes = {v: chance.choice((one, two)) for v in streams}
             for attempt in range(2 if step % 3 == 2 else 1):
                 for feeder in (one, two):
@@ -214,7 +225,7 @@ def moving(options: LoaderOptions) -> Replicas:
                 if attempt == 0 and step % 3 == 2:
                     told.worlds, told.got = before
             streams = carried({v: feeder.stream(v) for v, feeder in homes.items()}, options.num_workers)
-            if not homes[0].has_more([0]):
+            if not homes[0].has_more([0]) or streams[0].batch == leaves:
                 streams = {v: stream.next_epoch(options) for v, stream in streams.items()}
     return told
 
@@ -222,6 +233,63 @@ def moving(options: LoaderOptions) -> Replicas:
 @pytest.mark.processes
 def test_moving_and_redoing_change_no_bit(shared_oracle: Replicas, no_leaks: None) -> None:
     moving(SHARED).assert_equal(shared_oracle)
+
+
+@pytest.mark.processes
+def test_epochs_that_are_left_early_and_generators_of_the_loader_move_along(no_leaks: None) -> None:
+    """A persistent `DataLoader` has made batches that nobody takes, and its loader workers go on from there."""
+    persistent = replace(SHARED, persistent_workers=True, prefetch_factor=1)
+    moving(persistent, leaves=2).assert_equal(stock(4, persistent, leaves=2))
+    drawing = replace(SHARED, generator=torch.Generator().manual_seed(5))
+    moving(drawing, first=3).assert_equal(stock(4, drawing, first=3))
+
+
+class OwnChance(Augmented):
+    def __init__(self, chance: Any) -> None:
+        super().__init__()
+        self.inner = {"chance": [chance]}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.inner["chance"][0].random()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_of_the_dataset_or_of_collate_fn_is_noticed_when_it_draws(num_workers: int, no_leaks: None) -> None:
+    chance = np.random.default_rng(3)
+    cases: list[tuple[Dataset[Any], Any, str]] = [
+        (OwnChance(chance), None, r"dataset\.inner\.chance\.0 is a random generator"),
+        (
+            Augmented(),
+            lambda samples: torch.stack(samples) * chance.random(),
+            r"collate_fn\.chance is a random generator",
+        ),
+    ]
+    for data, collate_fn, complaint in cases:
+        options = LoaderOptions(batch_size=2, num_workers=num_workers, collate_fn=collate_fn)
+        with ReplicaLoader(data, options, 3) as feeder:
+            feeder.host(dict.fromkeys(range(3), DataPosition()))
+            with pytest.raises(TrainError, match=complaint):
+                feeder.next(0)
+    harmless = OwnChance(random.random.__self__)  # type: ignore[attr-defined]
+    harmless.unused = random.Random(1)  # type: ignore[attr-defined]
+    with ReplicaLoader(harmless, LoaderOptions(batch_size=2, num_workers=num_workers), 3) as feeder:
+        feeder.host(dict.fromkeys(range(3), DataPosition()))
+        for replica in (0, 1, 2, 0):
+            feeder.next(replica)
+
+
+def test_a_distributed_sampler_of_the_program_chooses_the_order_and_batches_may_come_from_the_dataset() -> None:
+    sampler = DistributedSampler(Augmented(), 1, 0, seed=4)
+    data, options = loader_options(DataLoader(Augmented(), batch_size=None, sampler=sampler))
+    with ReplicaLoader(data, options, 3) as feeder:
+        for epoch, order in ((0, 0), (1, 21), (2, 21)):  # it is set in epoch 1
+            if epoch == 1:
+                sampler.set_epoch(order)
+            feeder.host({1: DataPosition(epoch)})
+            expected = DistributedSampler(data, 3, 1, seed=4)
+            expected.set_epoch(order)
+            assert [int(feeder.next(1)[0]) for _ in range(9)] == list(expected)
 
 
 @pytest.mark.processes
@@ -316,9 +384,9 @@ class Waiting(Augmented):
 @pytest.mark.processes
 def test_a_silent_dataset_is_reported_and_ended(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pliant.train.feeder._GRACE_S", 0.1)
-    with ReplicaLoader(Waiting(), LoaderOptions(num_workers=1, timeout_s=0.2), 1) as feeder:
+    with ReplicaLoader(Waiting(), LoaderOptions(num_workers=1, timeout=0.2), 1) as feeder:
         feeder.host({0: DataPosition()})
-        with pytest.raises(TrainError, match=r"gave no batch in timeout_s=0\.2"):
+        with pytest.raises(TrainError, match=r"gave no batch in timeout=0\.2 s"):
             feeder.next(0)
         (pid,) = feeder.pids
     assert not Path(f"/proc/{pid}").exists()

@@ -305,8 +305,8 @@ def train() -> None:
     torch.rand(1), np.random.rand(), random.random()
 
 
-def stock(case: Case, num_workers: int) -> Replicas:
-    """What `DataLoader` gives to each rank, in generators of its own."""
+def stock(case: Case, num_workers: int, leaves: int | None = None) -> Replicas:
+    """What `DataLoader` gives to each rank, in generators of its own; the program `leaves` each epoch after so many batches."""
     told = Replicas.new()
     for rank in range(N):
         restore_rng(told.worlds[rank])
@@ -316,16 +316,18 @@ def stock(case: Case, num_workers: int) -> Replicas:
                 for each in (loader.dataset, loader.sampler):
                     if hasattr(each, "set_epoch"):
                         each.set_epoch(epoch + 5)
-            for batch in loader:
+            for number, batch in enumerate(loader, 1):
                 told.got[rank].append(batch.clone())
                 train()
+                if number == leaves:
+                    break
         told.worlds[rank] = capture_rng()
     return told
 
 
-def ours(case: Case, num_workers: int, *, moves: bool = False) -> Replicas:
+def ours(case: Case, num_workers: int, *, moves: bool = False, leaves: int | None = None) -> Replicas:
     """The same from a feeder; or from two, with replicas dealt to them anew before every step. Each third step is done
-    twice, with the batches changed in place meanwhile."""
+    twice, and so is the first one of the second epoch, with the batches changed in place meanwhile."""
     told = Replicas.new()
     streams = dict.fromkeys(range(N), DataPosition())
     chance = random.Random(1)
@@ -336,21 +338,22 @@ def ours(case: Case, num_workers: int, *, moves: bool = False) -> Replicas:
             step, has_more = 0, True
             for feeder in feeders if case.sets_epoch else ():
                 feeder.set_epoch(epoch + 5)
-            while has_more:
+            while has_more and step != leaves:
+                repeats = (step + 2 * epoch) % 3 == 2
                 homes = {replica: chance.choice(feeders) for replica in streams}
                 before = dict(told.worlds), {replica: list(got) for replica, got in told.got.items()}
-                for attempt in range(2 if step % 3 == 2 else 1):
+                for attempt in range(2 if repeats else 1):
                     told.worlds, told.got = dict(before[0]), {replica: list(got) for replica, got in before[1].items()}
                     for feeder in feeders:
                         feeder.host({v: streams[v] for v in homes if homes[v] is feeder})
                     has_more = {take(homes[replica], replica, told) for replica in homes} == {True}
                     assert has_more or sum(map(len, told.got.values())) == sum(map(len, before[1].values()))
-                    if attempt == 0 and step % 3 == 2:
+                    if attempt == 0 and repeats:
                         for replica in told.got if has_more else ():
                             told.got[replica][-1].zero_()
                 streams = {v: carried(feeder.stream(v), num_workers) for v, feeder in homes.items()}
                 step += 1
-            assert not feeders[0].has_more([v for v in homes if homes[v] is feeders[0]] or [0]) or moves
+            assert leaves or moves or not feeders[0].has_more([v for v in homes if homes[v] is feeders[0]])
             streams = {replica: stream.next_epoch(options) for replica, stream in streams.items()}
     finally:
         for feeder in feeders:
@@ -403,14 +406,15 @@ def test_streams_give_what_those_of_ranks_give(name: str, num_workers: int, no_l
 @pytest.mark.processes
 def test_persistent_loader_processes_keep_their_streams_and_samplers(no_leaks: None) -> None:
     persistent = {"persistent_workers": True, "worker_init_fn": shift}
-    for case in (
-        Case(lambda rank: Stream(rank), common=persistent, by_replica=True),
-        Case(lambda rank: StatefulStream(rank), common=persistent, by_replica=True),
-        Case(loading=lambda rank: {"batch_sampler": EagerBatches()}, common={"persistent_workers": True}),
+    for case, early in (
+        (Case(lambda rank: Stream(rank), common=persistent, by_replica=True), 1),
+        (Case(lambda rank: StatefulStream(rank), common=persistent, by_replica=True), 3),
+        (Case(loading=lambda rank: {"batch_sampler": EagerBatches()}, common={"persistent_workers": True}), 1),
     ):
-        oracle = stock(case, 2)
-        ours(case, 2).assert_equal(oracle)
-        ours(case, 2, moves=True).assert_equal(oracle)
+        for leaves in (None, early):  # loader workers go on from what they have loaded ahead
+            oracle = stock(case, 2, leaves)
+            ours(case, 2, leaves=leaves).assert_equal(oracle)
+            ours(case, 2, moves=True, leaves=leaves).assert_equal(oracle)
 
 
 @pytest.mark.parametrize("case", [SAMPLERS["global"], STREAMS["global"]], ids=["sampler", "stream"])

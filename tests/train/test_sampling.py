@@ -155,8 +155,6 @@ class Sized(Endless):
 @pytest.mark.parametrize(
     ("source", "overrides", "error", "says"),
     [
-        (DataLoader(DATA, batch_size=None), {}, Unsliceable, "batch_size=None"),
-        (DATA, {"batch_size": None}, Unsliceable, "batch_size=None"),
         (DATA, {"batch_size": None, "drop_last": True}, ConfigError, "no batches to drop"),
         (DATA, {"sampler": Ranked(DATA, 4, 1)}, ConfigError, r"rank 1 of 4.*sampler=lambda replica: Ranked\("),
         (DataLoader(DATA, sampler=Ranked(DATA, 4, 1)), {}, ConfigError, "rank 1 of 4"),
