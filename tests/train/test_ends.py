@@ -1,5 +1,4 @@
-"""The ends and the beginning of a job: told to end, it stops between two steps; resumed, or begun with a loss, it has the bits
-of a job that nothing has happened to."""
+"""A job that is told to end stops between two steps; resumed, or begun with a loss, it has the bits of a quiet one."""
 
 from __future__ import annotations
 
