@@ -113,6 +113,8 @@ class ViewRendezvous:
         state is that of the end of a step."""
         self._was_listed = False
         self._engine: Engine | None = None
+        self._lent: set[int] = set()
+        """The views for which this worker may lend its state."""
         self.has_state = False
 
     def report_ready(self) -> None:
@@ -185,12 +187,15 @@ class ViewRendezvous:
         view = member.view_of(membership)
         known = set(self._engine.view.workers) if self._engine is not None else set()
         offered = 0
-        reclaim_state(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
             lent = self._state.read()
             lent["tracked"] = copy.deepcopy(lent["tracked"])  # the program may change them before its next pass
             offered = lend_state(member, membership.number, lent)
+        self._lent.add(membership.number)
         engine = self._engine = member.enter(membership)
+        for number in self._lent - {membership.number}:  # until now somebody in an older view may have asked for it
+            reclaim_state(member, number)
+        self._lent = {membership.number}
         report = self._report(own, offered, stays=not planned)
         submitted = self._submit_report(engine, "settle", report)
         reports: Sequence[MemberReport] = [report]
@@ -381,9 +386,9 @@ def _broadcast(
     return state_tree.unflatten(table["skeleton"], tensors)
 
 
-def reclaim_state(member: Member) -> None:
-    """Stop lending."""
-    member.transport.unpublish(_LENT_PREFIX)
+def reclaim_state(member: Member, view: int | None = None) -> None:
+    """Stop lending to the members of this view, or to all."""
+    member.transport.unpublish(_LENT_PREFIX if view is None else _lent_prefix(view))
 
 
 def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:

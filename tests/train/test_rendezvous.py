@@ -7,13 +7,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from golden import golden
 from stage import new_workers, staged
 from subject import Fault, Task, compare
 
 from pliant.cluster import Membership, Worker
-from pliant.errors import MustBeReplaced
+from pliant.errors import MustBeReplaced, WorkerLost
 from pliant.train import rendezvous
+from pliant.train.phases import Report
 from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -87,6 +89,29 @@ def test_who_is_not_a_member_any_more_stands_by_leaves_or_is_replaced() -> None:
             decide(lost, has_state=has_state, is_wanted=False)
     with pytest.raises(Left):
         decide(resized, has_state=True, is_wanted=True)
+
+
+def test_a_state_is_lent_until_the_next_view_is_entered() -> None:
+    """Whoever still fetches it in the old view would find nothing, and end, though the next membership will take it in."""
+    me, other = Worker("10.0.0.1", 10000), Worker("10.0.0.1", 10001)
+    stored: dict[str, torch.Tensor] = {}
+    transport = mock.Mock(publish=stored.__setitem__)
+    transport.unpublish = lambda prefix: [stored.pop(name) for name in list(stored) if name.startswith(prefix)]
+    member = mock.Mock(me=me, transport=transport, view_of=lambda found: mock.Mock(size=2, workers=found.members))
+    way = ViewRendezvous(member, mock.Mock(), "", mock.Mock(), "D1", mock.Mock(), mock.Mock())
+    way._state.read.return_value = {"tracked": {}, "model": torch.ones(2)}
+    way._fingerprint.to_json.return_value = {}
+    way.has_state = True
+    way._engine = member.enter.return_value = mock.Mock(view=mock.Mock(workers=(me,)), rank=0)
+    way._enter(Membership(1, (me, other)), True, Report(0))
+    assert {name.split(":")[1] for name in stored} == {"1"}
+    member.enter.side_effect = WorkerLost(str(other), 1, "it is gone")
+    with pytest.raises(WorkerLost):
+        way._enter(Membership(12, (me, other)), False, Report(0))
+    assert "state:1:0" in stored, "this worker is still in view 1"
+    member.enter.side_effect = None
+    way._enter(Membership(13, (me, other)), True, Report(0))
+    assert {name.split(":")[1] for name in stored} <= {"13"}
 
 
 def test_a_report_travels() -> None:
