@@ -45,10 +45,10 @@ from pliant.train.phases import PhaseMachine
 from pliant.train.rendezvous import Left
 from pliant.train.step_batches import StepBatches
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
-
 Event = Death | Arrival
 IS_FULL = os.environ.get("PLIANT_FULL") == "1"
+"""Whether all cases are tried, which takes more than an hour."""
+pytestmark = [pytest.mark.timeout(7200 if IS_FULL else 120), pytest.mark.usefixtures("one_thread")]
 CHANCE = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(24, 3, generator=CHANCE), torch.randint(2, (24,), generator=CHANCE))
 """Four steps of three replicas with two samples each."""
