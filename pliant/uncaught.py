@@ -30,6 +30,8 @@ from pliant.errors import (
 )
 
 _OWN_FOLDER = str(Path(__file__).parent)
+_exit_codes: list[object] = []
+"""What the program has passed to `sys.exit`."""
 
 
 def exit_code_for(error: BaseException) -> int | None:
@@ -44,6 +46,11 @@ def exit_code_for(error: BaseException) -> int | None:
         case TrainError() | ConfigError() | CheckpointError():
             return PROGRAM_EXIT
     return None
+
+
+def is_failing() -> bool:
+    """Return whether the program that is ending ends by an error, or with an exit code other than 0."""
+    return hasattr(sys, "last_value") or any(code not in (None, 0) for code in _exit_codes)
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:
@@ -63,7 +70,11 @@ def report_uncaught(rank: Callable[[], int]) -> None:
 
     Of a mistake that every worker makes, rank 0 shows the traceback, and the others show one line.
     """
-    before = sys.excepthook
+    before, leave = sys.excepthook, sys.exit
+
+    def leave_with(status: str | int | None = None, /) -> NoReturn:
+        _exit_codes.append(status)  # the interpreter does not tell it to functions that run at exit
+        leave(status)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = exit_code_for(error)
@@ -79,7 +90,7 @@ def report_uncaught(rank: Callable[[], int]) -> None:
         sys.exit(code)  # the interpreter heeds it: it ends in the usual way, with this code
 
     if getattr(before, "__module__", "") != __name__:
-        sys.excepthook = show
+        sys.excepthook, sys.exit = show, leave_with
 
 
 def end_with(error: BaseException) -> NoReturn:

@@ -55,7 +55,7 @@ from pliant.train.wrapping import (
     trainable_parameters,
     whole_number,
 )
-from pliant.uncaught import end_with
+from pliant.uncaught import end_with, is_failing
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -494,7 +494,7 @@ class Job:
 
     def _end_program(self) -> None:
         """Leave the job at the end of the program. An error, which Python would drop here, becomes its exit code."""
-        if hasattr(sys, "last_value") or self._requests.exits_at_once:
+        if is_failing() or self._requests.exits_at_once:
             self._loop = None  # the program has not come to its end: the others go on without this worker
         try:
             self.close()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gang
 import pytest
 import torch
 
@@ -297,3 +301,37 @@ def test_each_shard_begins_with_the_buffers_of_its_replica_and_training_goes_on_
     assert seen[:6] == [value for shard in range(3) for value in after(shard)]
     assert first == ends[0]
     assert seen[6:] == ([ends[0]] * 3 if sync_buffers else ends)
+
+
+def _evaluate_until_killed(rank: int) -> None:
+    """Send the number of the loader process, and wait in the evaluation."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it has no children
+    with loopback_engines(["here"]) as [engine]:
+        options = {"batch_size": 1, "num_workers": 1, "multiprocessing_context": "fork"}
+        for batch in ShardedEvaluation(Shares(engine), OwnProcess(), options):  # type: ignore[arg-type]
+            gang.say(int(batch))
+            gang.listen()
+
+
+class OwnProcess:
+    """A dataset whose samples are the number of the process that loads them."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_loader_processes_of_an_evaluation_die_with_their_worker() -> None:
+    """They have its connections: while they live, the others do not notice that it is lost. (By itself torch notices that
+    a parent is gone after 5 s.)"""
+    with gang.gang(_evaluate_until_killed, [()]) as workers:
+        loader = Path(f"/proc/{workers.hear(0)}")
+        assert loader.exists()
+        killed_s = workers.kill(0)
+        while loader.exists() and (loader / "stat").read_text().split()[2] != "Z":
+            assert time.monotonic() - killed_s < 3, "it outlives its worker"
+            time.sleep(0.01)

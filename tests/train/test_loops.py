@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,3 +183,78 @@ def test_an_error_in_a_break_is_raised_where_the_job_ends(
         pass
     with pytest.raises(ZeroDivisionError), begin():
         print(1 / 0)
+
+
+# --- launched jobs ---
+
+EARLY = """
+import hashlib, os, signal, sys, time
+import torch, pliant
+from torch.utils.data import TensorDataset
+
+how = sys.argv[1]
+torch.manual_seed(0)
+job = pliant.join(replicas=3, sync="priority" if how == "grow" else "fifo")
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+data = TensorDataset(torch.randn(72, 4))
+loader = job.loader(data, batch_size=4)
+state = job.state(history=[])
+if how == "resume":
+    job.load("middle.safetensors")
+
+def die_once():
+    try:
+        os.close(os.open("died", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+for epoch in job.epochs(9):
+    state.history.append(epoch)
+    for (x,) in job.evaluate(data, 8):  # with dropout
+        job.total(loss=model(x).sum(), seen=len(x))
+    state.history.append(job.total())
+    for step in loader:
+        for (x,) in step:
+            loss = model(x).square().mean()
+            loss.backward()
+            step.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "alone" and step.number == 3:
+            job.save("middle.safetensors")
+        if how == "grow" and job.size == 1 and step.number == 3:
+            job.resize(4)
+            deadline_s = time.monotonic() + 60
+            while job.prepared_view <= job.view and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+        if how == "grow" and (epoch, step.index, job.rank) == (1, 2, 1):
+            die_once()
+    if epoch == 2:
+        break
+weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+print("ended", state.history, step["loss"], hashlib.sha256(weights).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_newcomers_resumed_workers_and_those_that_stand_by_end_where_the_program_stops_early(tmp_path: Path) -> None:
+    """They join in mid-epoch, where code before the loop over the loader has run already. One worker is killed in its
+    loop, and others take over its replicas."""
+    (tmp_path / "train.py").write_text(EARLY)
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    run = [str(Path(sys.executable).with_name("pliant")), "run", "-q"]
+    growing = start(*run, "-w", "-np", "1", "train.py", "grow")
+    alone = start(sys.executable, "train.py", "alone").communicate(timeout=100)[0]
+    resumed = start(*run, "-np", "2", "train.py", "resume").communicate(timeout=100)[0]
+    [expected] = re.findall(r"ended (.*)", alone)
+    assert re.findall(r"ended (.*)", resumed) == [expected] * 2, resumed
+    grown = growing.communicate(timeout=100)[0]
+    assert growing.returncode == 0, grown
+    assert (tmp_path / "died").exists(), grown
+    assert set(re.findall(r"ended (.*)", grown)) == {expected}, grown
