@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gang import Gang, gang
-from programs import Images, ImageStream, StatelessStream, may_have_children, seed_all
+from programs import Centered, Images, ImageStream, StatelessStream, may_have_children, seed_all
 from stage import new_workers, spec_of, view_of
 from subject import REPLACED_EXIT
 from torch import Tensor, nn
@@ -134,6 +134,7 @@ def _net(outputs: int) -> nn.Module:
         nn.Linear(64, 24),
         nn.BatchNorm1d(24),
         nn.ReLU(),
+        Centered(24),
         nn.Dropout(0.2),
         nn.Linear(24, outputs),
     )
@@ -215,7 +216,7 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
                         torch.rand(2)
                         continue
                     body(step)
-                    if shape.leaves and step.index == STEPS_PER_EPOCH - 4:
+                    if shape.leaves and step.index == STEPS_PER_EPOCH - 5:
                         break
                 if shape.evaluates:
                     evaluate()
