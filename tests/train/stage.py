@@ -238,6 +238,8 @@ class Stage:
         self.client.lost(actor.worker, f"exit code {actor.exit_code}")
         if self.replaces and actor.exit_code != REFUSED_EXIT and not self.client.membership().over:
             self.client.add_worker(new_workers(1)[0])
+            # As a runner does: the last worker stays listed until another is wanted in its place.
+            self.client.lost(actor.worker, f"exit code {actor.exit_code}")
 
     def _follow(self) -> None:
         """Read what the journals have more than before, for the step that the job is in."""
