@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -50,7 +50,7 @@ def parts_of(state: JobState, buffers: Tensors) -> Iterator[StatePart]:
         prefix = f"model {number} " if len(state.models) > 1 else ""
         for name, parameter in model.named_parameters():
             names[id(parameter)] = prefix + name
-            yield StatePart("parameter", prefix + name, parameter.detach())
+            yield StatePart("parameter", prefix + name, parameter)
     for name, buffer in zip(state.buffers.names, buffers, strict=False):
         yield StatePart("buffer", name, buffer)
     for number, optimizer in enumerate(state.optimizers):
@@ -132,21 +132,22 @@ def _sorted_keys(value: dict[Any, Any]) -> list[Any]:
 def checksum_of(parts: Iterable[StatePart]) -> int:
     """Return one checksum of 64 bits of all parts; never 0. Tensors are summed up where they are, and each device is
     asked once for its result."""
-    digest = hashlib.blake2b(digest_size=8)
+    data: list[bytes] = []
     devices: dict[torch.device, _DeviceSums] = {}
-    for part in parts:
-        value = part.value
-        if isinstance(value, torch.Tensor):
-            if value.device not in devices:
-                devices[value.device] = _DeviceSums(value.device)
-            devices[value.device].add(value.detach())
-        else:
-            data = _bytes_of(value)
-            digest.update(b"%d:" % len(data) + data)
-    for sums in devices.values():
-        for number in sums.read():
-            digest.update(number.to_bytes(8, "little", signed=True))
-    return int.from_bytes(digest.digest(), "little") or 1
+    with torch.no_grad():
+        for _, _, value in parts:
+            if isinstance(value, torch.Tensor):
+                sums = devices.get(value.device)
+                if sums is None:
+                    sums = devices[value.device] = _DeviceSums(value.device)
+                sums.add(value)
+            else:
+                found = _bytes_of(value)
+                data += (b"%d:" % len(found), found)
+        for sums in devices.values():
+            data += (number.to_bytes(8, "little", signed=True) for number in sums.read())
+    digest = hashlib.blake2b(b"".join(data), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 class _DeviceSums:
@@ -156,16 +157,17 @@ class _DeviceSums:
         self._device = device
         # Calls are what a GPU waits for; a CPU waits for its memory.
         self._large_bytes = LARGE_BYTES if device.type == "cpu" else GROUP_BYTES
-        self._group: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._group: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         self._group_bytes = 0
         self._sums: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        if tensor.nbytes >= self._large_bytes:
+        num_bytes = tensor.nbytes
+        if num_bytes >= self._large_bytes:
             self._sums.append(_fold(tensor.contiguous().view(-1).view(torch.uint8)))
             return
-        self._group.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        self._group_bytes += tensor.nbytes
+        self._group[tensor.dtype].append(tensor if tensor.ndim == 1 else tensor.reshape(-1))
+        self._group_bytes += num_bytes
         if self._group_bytes >= GROUP_BYTES:
             self._fold_group()
 
@@ -174,7 +176,8 @@ class _DeviceSums:
             together = [torch.cat(tensors).view(torch.uint8) for tensors in self._group.values()]
             together.append(_zeros(-self._group_bytes % _ROW_BYTES, self._device))
             self._sums.append(_fold(torch.cat(together)))
-        self._group, self._group_bytes = {}, 0
+        self._group.clear()
+        self._group_bytes = 0
 
     def read(self) -> list[int]:
         """Return the sums."""

@@ -278,7 +278,7 @@ def test_what_cannot_keep_the_bits_is_refused(
     act: Callable[[Any], None], error: type[PliantError], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.amp.GradScaler, "update", torch.amp.GradScaler.update)
-    with pliant.join(replicas=2) as job, pytest.raises(error, match=says):
+    with pytest.raises(error, match=says), pliant.join(replicas=2) as job:
         act(job)
 
 

@@ -109,6 +109,7 @@ def die_once(moment):
     os.kill(os.getpid(), signal.SIGKILL)
 
 is_killed = len(sys.argv) > 1
+torch.set_num_threads(1)  # as `pliant run` lets workers have
 torch.manual_seed(0)
 job = pliant.join(replicas=6)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))

@@ -96,7 +96,7 @@ def test_a_new_seed_of_python_or_numpy_is_known_without_a_long_search(
         searched.append(limit)
 
     monkeypatch.setattr(Twister, "words_until", words_until)
-    random.random(), np.random.rand()
+    random.getrandbits(32 * 40 * 624), np.random.bytes(4 * 40 * 624)  # far from any seed that another test has set
     before = capture_rng()
     for seeds, long_searches in ((seed, 0), (lambda: None, 1)):  # the negative control has only drawn
         for count in (1, 311, 312, 313, 6000):

@@ -12,7 +12,7 @@ from stage import ALL, new_workers, staged
 from subject import Fault, Task, compare
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
-EPOCHS = 4  # of 4 steps
+EPOCHS = 5  # of 4 steps
 
 
 @pytest.mark.parametrize("program", OWN_DATA)
