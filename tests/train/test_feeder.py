@@ -171,7 +171,6 @@ def ours(num_replicas: int, options: LoaderOptions, hosts: int = 1) -> Replicas:
         (6, LoaderOptions(batch_size=2, sampler_drop_last=True)),
         (1, LoaderOptions(batch_size=3, num_workers=2)),
         (3, LoaderOptions(batch_size=2, num_workers=2, persistent_workers=True, worker_init_fn=draw_in_init)),
-        (4, LoaderOptions(batch_size=2, num_workers=3, seed=3, worker_init_fn=draw_in_init)),
         (6, LoaderOptions(batch_size=2, num_workers=2, drop_last=True, sampler_drop_last=True, prefetch_factor=4)),
         (4, LoaderOptions(batch_size=2, num_workers=3, persistent_workers=True, shuffle=False, drop_last=True)),
         (2, LoaderOptions(batch_size=5, num_workers=2, generator=torch.Generator().manual_seed(5))),

@@ -252,9 +252,9 @@ def test_newcomers_resumed_workers_and_those_that_stand_by_end_where_the_program
     growing = start(*run, "-w", "-np", "1", "train.py", "grow")
     alone = start(sys.executable, "train.py", "alone").communicate(timeout=100)[0]
     resumed = start(*run, "-np", "2", "train.py", "resume").communicate(timeout=100)[0]
-    [expected] = re.findall(r"ended (.*)", alone)
-    assert re.findall(r"ended (.*)", resumed) == [expected] * 2, resumed
+    [expected] = re.findall(r"ended (\[.*)", alone)
+    assert re.findall(r"ended (\[.*)", resumed) == [expected] * 2, resumed
     grown = growing.communicate(timeout=100)[0]
     assert growing.returncode == 0, grown
     assert (tmp_path / "died").exists(), grown
-    assert set(re.findall(r"ended (.*)", grown)) == {expected}, grown
+    assert set(re.findall(r"ended (\[.*)", grown)) == {expected}, grown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gang import FULL
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -386,8 +387,12 @@ def carried(stream: DataPosition, num_workers: int) -> DataPosition:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", SAMPLERS)
+def with_and_without_processes(names: Iterable[str], with_processes: set[str]) -> list[tuple[str, int]]:
+    """Loader processes take time, so only some cases have them, unless all are wanted."""
+    return [(name, count) for name in names for count in (0, 2) if count == 0 or FULL or name in with_processes]
+
+
+@pytest.mark.parametrize(("name", "num_workers"), with_and_without_processes(SAMPLERS, {"as it goes", "global"}))
 def test_samplers_draw_what_those_of_ranks_draw(name: str, num_workers: int, no_leaks: None) -> None:
     oracle = stock(SAMPLERS[name], num_workers)
     for moves in (False, True) if num_workers == 0 else (True,):  # with processes each replica also stays now and then
@@ -395,8 +400,9 @@ def test_samplers_draw_what_those_of_ranks_draw(name: str, num_workers: int, no_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    ("name", "num_workers"), with_and_without_processes(STREAMS, {"dataset with a state", "global"})
+)
 def test_streams_give_what_those_of_ranks_give(name: str, num_workers: int, no_leaks: None) -> None:
     oracle = stock(STREAMS[name], num_workers)
     for moves in (False, True) if num_workers == 0 else (True,):  # with processes each replica also stays now and then
