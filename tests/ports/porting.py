@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def num_ended(self) -> int:
-        """The workers that have ended when the last change is due: those of the first one, and the killed one."""
-        return 0 if self.fault is None else self.most
+        """The workers that have ended when the last change is due: those of the first one, and one that was killed."""
+        return self.most - (self.fault is None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ def test_own_data_move_with_their_replicas(program: str, tmp_path: Path) -> None
         stage.change([second, first, third])
         stage.advance(4)  # the next change is agreed in the last step of an epoch
         stage.change([second, third])
-        stage.replaces = True
         stage.open_gate(11)
         stage.until_step(11)
         stage.change([third, fourth])
