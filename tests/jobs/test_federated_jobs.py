@@ -310,7 +310,7 @@ def test_a_job_with_the_artifacts_keys_survives_its_coordinator_and_is_listed_to
     )
     assert [run["reached"]["round"] for run in report["runs"]] == [report["runs"][0]["reached"]["round"]] * 2
     assert report["target"] > 0.5
-    assert not job_processes(home)
+    until(lambda: not job_processes(home), "no process of a job is left", timeout_s=10)
 
 
 @pytest.mark.processes
@@ -341,7 +341,7 @@ def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_ca
     said("stop", "small")
     assert listed("small")["state"] == "stopped"
     assert rounds_of("small") < rounds
-    assert not job_processes(home)
+    until(lambda: not job_processes(home), "no process of a job is left", timeout_s=10)
     (home / "slow").unlink()
     said("fed", "run", "--resume", "small")
     assert (listed("small")["state"], listed("small")["scheduled"]) == ("finished", False)
@@ -364,4 +364,4 @@ def test_what_cannot_run_ends_with_the_reason_and_kill_waits_for_nothing(home: P
     until(lambda: rounds_of("long") >= 1, "a round is done")
     said("stop", "--kill", "long")
     assert listed("long")["state"] == "stopped"
-    assert not job_processes(home)
+    until(lambda: not job_processes(home), "no process of a job is left", timeout_s=10)
