@@ -95,6 +95,10 @@ class Unsliceable(TrainError):
     """Several replicas cannot take turns on this model."""
 
 
+class NotDeterministic(TrainError):
+    """An operator of the program has no deterministic kernel, so equal bits cannot be promised."""
+
+
 class Refused(TrainError):
     """This worker would change the result by some bits, so the job refuses it."""
 

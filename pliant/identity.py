@@ -116,6 +116,8 @@ class WorkerSpec:
     """Whether the job follows the membership of the config server: workers may come and go."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
+    allow: tuple[str, ...] = ()
+    """Operators that may run without a deterministic kernel, besides those that the program allows."""
     verify: int | None = None
     """Steps between two comparisons of the workers; 0: none; None: what the program says."""
     checkpoint_dir: str = ""
@@ -153,6 +155,7 @@ _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     **dict.fromkeys(("listen_fd", "join_fd"), (lambda number: "" if number is None else str(number), int)),
     "heartbeat_timeout_s": (repr, float),
     "elastic": (lambda elastic: str(int(elastic)), lambda text: text == "1"),
+    "allow": (",".join, lambda text: tuple(text.split(","))),
     "verify": (format_verify, parse_verify),
     "checkpoint_every": (str, int),
     "resize_schedule": (format_schedule, parse_schedule),

@@ -65,6 +65,30 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
     return f"{place}{type(error).__name__}: {error}"
 
 
+Explain = Callable[[BaseException], BaseException | None]
+
+
+class _ExplainingHook:
+    """Shows a better error in place of an uncaught one, where there is one."""
+
+    def __init__(self, explain: Explain) -> None:
+        self.explain, self._before = explain, sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        better = self.explain(error)
+        if better is not None:
+            kind, error = type(better), better.with_traceback(trace)
+        self._before(kind, error, trace)
+
+
+def explain_uncaught(explain: Explain) -> None:
+    """Ask `explain` for a better error whenever one is not caught. Of several calls the last one counts."""
+    if isinstance(sys.excepthook, _ExplainingHook):
+        sys.excepthook.explain = explain
+    else:
+        sys.excepthook = _ExplainingHook(explain)
+
+
 def report_uncaught(rank: Callable[[], int]) -> None:
     """Give uncaught errors of this process, a worker of a launched job, their messages and exit codes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pliant.cluster import PortRange
 from pliant.train import determinism
 
 MODELS = """
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -34,6 +36,20 @@ def convolutions():
 
 def collective():
     return nn.Sequential(nn.Linear(2, 2), Shares(), nn.SyncBatchNorm(2))
+
+class Unpool(nn.Module):
+    def forward(self, x):
+        pooled, indices = nn.functional.max_pool1d(x, 2, return_indices=True)
+        return nn.functional.max_unpool1d(pooled, indices, 2)
+
+def unpools():
+    return nn.Sequential(nn.Linear(4, 4), Unpool()), torch.randn(2, 4)
+
+def steps():
+    return nn.Linear(4, 4), lambda model: model(torch.randn(2, 4)).square().sum()
+
+def wrong_batch():
+    return nn.Linear(4, 4), torch.randn(2, 5)
 
 def breaks():
     raise RuntimeError("no weights\\nmore")
@@ -171,12 +187,33 @@ def test_a_model_that_cannot_be_time_sliced(run: Run, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     first, second = found["obstacles"]["time-slicing"]
     assert (first["module"], first["type"]) == ("1", "Shares")
-    assert "models.py:7" in first["why"]
+    assert "models.py:8" in first["why"]
     assert second["module"] == "2"
     assert all(each["remedy"] for each in (first, second))
     assert found["verdicts"] == {
         "time-slicing": False, "D1": False, "D1 on GPUs": False, "D2": False, "D2 on GPUs of several kinds": False,
     }  # fmt: skip
+
+
+def test_steps_on_a_device(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("models.py:unpools", "--device", "cpu", "--json", "found.json")
+    assert code == 1, err
+    assert "max_unpool2d (forward) has no deterministic kernel on cpu" in out
+    assert 'allow=["max_unpool2d"]' in out
+    assert "strict kernels on the CPU: no" in out
+    assert re.search(
+        r"a step on cpu \(forward and backward\): \d+\.\d ms free, \d+\.\d ms strict \(\d+\.\d\d times\)", out
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    (first,) = found["obstacles"]["strict kernels on the CPU"]
+    assert (first["module"], first["type"]) == ("1", "Unpool")
+    assert found["ok"] is False
+    assert found["verdicts"]["time-slicing"] is True
+    assert found["price"]["device"] == "cpu"
+    assert min(found["price"]["free_ms"], found["price"]["strict_ms"]) > 0
+    code, out, err = run("models.py:steps", "--device", "cpu")
+    assert code == 0, err
+    assert "strict kernels on the CPU: yes" in out
 
 
 @pytest.mark.parametrize(
@@ -194,6 +231,13 @@ def test_a_model_that_cannot_be_time_sliced(run: Run, tmp_path: Path) -> None:
         (["notes.txt:build"], "must end in .py"),
         (["models.py:plain", "--json", "absent/x.json"], "can be written"),
         (["--replicas", "0"], "use 1 or more"),
+        (["--device", "cpu"], "name it as FILE.py:FUNCTION"),
+        (
+            ["models.py:plain", "--device", "cpu"],
+            "needs a batch: let the function of models.py:plain return `model, batch`",
+        ),
+        (["models.py:plain", "--device", "tpu"], "use cpu or cuda"),
+        (["models.py:wrong_batch", "--device", "cpu"], "failed: RuntimeError: mat1 and mat2 shapes"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -77,6 +77,8 @@ class RunOptions:
     """In watch mode, stay after the local workers have finished."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
+    allow: tuple[str, ...] = ()
+    """Operators that may run without a deterministic kernel."""
     verify: int | None = None
     """Steps between two comparisons of the workers; 0: none; None leaves it to the program."""
     checkpoint_dir: str = ""
@@ -304,6 +306,7 @@ class LaunchPlan:
             "-strategy": self.options.strategy,
             "-w": self.options.watch,
             "--determinism": self.options.determinism,
+            "--allow": list(self.options.allow),
             "--verify": format_verify(self.options.verify),
             "--resize-schedule": format_schedule(self.options.resize_schedule),
         }
@@ -340,6 +343,7 @@ class LaunchPlan:
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
             determinism=options.determinism,
+            allow=options.allow,
             verify=options.verify,
             checkpoint_dir=options.checkpoint_dir,
             checkpoint_every=options.checkpoint_every,
@@ -419,20 +423,24 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
         hosts=hosts,
         num_local=num_local,
         devices=devices,
-        pins=_pins(machine) if options.determinism == "D2" else {},
+        pins=_pins(machine, options.determinism),
         warnings=tuple(warnings),
     )
 
 
-def _pins(machine: Machine) -> dict[str, str]:
-    """Return variables that make torch's libraries choose the same kernels on every machine, when they are loaded."""
+def _pins(machine: Machine, level: str) -> dict[str, str]:
+    """Return variables that libraries read when they are loaded: with that of cuBLAS, matrix products have one order; under
+    D2, torch's libraries choose the same kernels on every machine. The program may choose another level than D0, too."""
+    cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if level != "D2":
+        return cublas if level != "D0" else {}
     return {
         "ATEN_CPU_CAPABILITY": "avx2" if machine.has_avx2 else "default",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "COMPATIBLE",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **cublas,
     }
 
 

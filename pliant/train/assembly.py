@@ -58,6 +58,8 @@ class JobSettings:
     in_flight_bytes: int | None = None
     adapting: AdaptationSettings = field(default_factory=AdaptationSettings)
     verify: int = EVERY
+    allow: tuple[str, ...] = ()
+    """Operators that may run without a deterministic kernel."""
 
 
 @dataclass(slots=True)
@@ -161,6 +163,7 @@ def assemble(
     probe = reducers[0].probe = make_probe(adapting.monitors, reducers, wrapped.optimizers, averaging)
     progress = Progress()
     adaptation = Adaptation(adapting, progress, replicas, probe, services.request_workers, services.notify)
+    adaptation.not_promised = settings.allow
     state = JobState(
         wrapped.models,
         wrapped.optimizers,
@@ -200,11 +203,15 @@ def assemble(
         member,
         state,
         f"{program}, {adapting}",
-        determinism.fingerprint(device),
+        determinism.fingerprint(device, settings.allow),
         settings.level,
         start_job,
         before_end,
     )
+    if settings.level != "D0":
+        watch = determinism.SettingsWatch(device, settings.verify)
+        services.listeners.commit.append(watch.end_step)
+        services.listeners.view.append(watch.enter_view)
     if averaging is not None:
         averaging.attach(reducers[0], rendezvous.equalise)
     if adapting.metrics or adapting.tensorboard:

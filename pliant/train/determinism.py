@@ -4,8 +4,12 @@
     D1  elastic (default)  any number of workers gives the same result, on machines of one kind
     D2  heterogeneous      machines may differ: every dispatch that looks at the hardware is pinned
 
+On CUDA, D1 and D2 are strict: an operator without a deterministic kernel is an error (`operators` explains it). D0 leaves
+torch as it is.
+
 A worker shows its fingerprint when it joins, and `differences` lists the reasons why it may not. Libraries read some
-settings only when they are loaded; `pliant run` sets those before the process starts. torch does not promise the order in
+settings only when they are loaded; `pliant run` sets those before the process starts. A program that changes settings while
+it trains is found by `SettingsWatch`. torch does not promise the order in
 which gloo sums, so `self_check` compares torch's own sums with our formula before a job claims the bits of DDP.
 """
 
@@ -19,13 +23,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import distributed as dist
 
 from pliant.comm import kernels, order
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, TrainError
+
+if TYPE_CHECKING:
+    from pliant.train.events import StepCommitted
 
 Level = Literal["D0", "D1", "D2"]
 LEVELS: tuple[Level, ...] = ("D0", "D1", "D2")
@@ -36,6 +43,10 @@ PINS = {
     "OMP_NUM_THREADS": "threads_pin",
 }
 """The variables that D2 needs in the environment before torch is loaded, and their fields in a fingerprint."""
+
+CUBLAS_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+"""The values with which cuBLAS sums in one order; the first is what pliant sets."""
 
 # The instruction sets that oneDNN dispatches on, from the least to the best, with the CPU flags that each needs.
 _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -73,12 +84,14 @@ class Fingerprint:
     mkl_pin: str
     threads_pin: str
     flags: str
-    """torch's switches for deterministic kernels and reduced precision."""
+    """torch's settings that choose kernels or their precision, as `name=value` with spaces between."""
     gpu: str = ""
     gpu_capability: str = ""
     cuda: str = ""
     cudnn: str = ""
     driver: str = ""
+    allowed: str = ""
+    """The operators without deterministic kernels that the user allows, with commas between."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -102,8 +115,9 @@ def level_of(text: str) -> Level:
     return text
 
 
-def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
-    """Return the fingerprint of this process on this device; call it after `pin`."""
+def fingerprint(device: torch.device | str = "cpu", allowed: Sequence[str] = ()) -> Fingerprint:
+    """Return the fingerprint of this process on this device; call it after `pin`. `allowed` are the operators that may
+    run without a deterministic kernel."""
     device = torch.device(device)
     vendor, model, isa = _cpu()
     return Fingerprint(
@@ -114,18 +128,27 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         cpu_model=model,
         cpu_isa=isa,
         **{field: os.environ.get(name, "") for name, field in PINS.items()},
-        flags=_flags(),
+        flags=" ".join(f"{name}={value}" for name, value in settings().items()),
+        allowed=",".join(allowed),
         **(_gpu(device) if device.type == "cuda" else {}),
     )
 
 
 def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
-    """Set what the level demands in this process; return what is pinned, for the record.
+    """Set what the level demands in this process; return what is pinned. D0 demands nothing.
 
-    Raises ConfigError under D2 if the environment was not prepared before torch was loaded.
+    Raises:
+        ConfigError: under D2, the environment was not prepared before torch was loaded; or on CUDA, that of cuBLAS was not
+            prepared before CUDA was used.
     """
     level, device = level_of(level), torch.device(device)
+    if level == "D0":
+        return []
     pinned = _pins_in_force() if level == "D2" else []
+    cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device.type == "cuda" or (torch.version.cuda and not cuda_in_use):
+        # Set as early as possible: cuBLAS reads it when the first handle is made.
+        os.environ[CUBLAS_CONFIG] = cublas_workspace(os.environ.get(CUBLAS_CONFIG), cuda_in_use=cuda_in_use)
     torch.backends.cudnn.benchmark = False
     pinned.append("cudnn.benchmark off")
     if device.type == "cuda":
@@ -151,7 +174,11 @@ def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]
     compare("torch", lambda it: it.torch)
     compare("threads", lambda it: it.num_threads)
     compare("CPU capability", lambda it: it.cpu_capability)
-    compare("flags", lambda it: it.flags)
+    ours, other = set(mine.flags.split()), set(theirs.flags.split())
+    if ours != other:
+        shown = [" ".join(sorted(each)) or "none" for each in (ours - other, other - ours)]
+        found.append(f"settings: {shown[0]} here, {shown[1]} there")
+    compare("allowed operators", lambda it: it.allowed)
     compare("GPU or not", lambda it: "GPU" if it.gpu else "CPU")
     compare("MKL_CBWR", lambda it: it.mkl_pin)
     if level == "D1":
@@ -218,14 +245,41 @@ def _environment_at_start() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _pin_cuda(level: Level) -> list[str]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def cublas_workspace(asked: str | None, *, cuda_in_use: bool) -> str:
+    """Return the workspace of cuBLAS with which its sums have one order. `asked` is what the environment has now.
+
+    Raises:
+        ConfigError: the environment has another value, or has none although CUDA is in use, so that it would come too late.
+    """
+    if asked in CUBLAS_WORKSPACES:
+        return asked
+    remedy = (
+        f"start the program with `pliant run`, which sets {CUBLAS_CONFIG}, or set it to {CUBLAS_WORKSPACES[0]} before the "
+        "program uses the GPU"
+    )
+    if asked:
+        raise ConfigError(
+            f"{CUBLAS_CONFIG}={asked}: matrix products have no fixed order with it; unset it, and {remedy}"
+        )
+    if cuda_in_use:
+        raise ConfigError(f"{CUBLAS_CONFIG} is not set, and the program has used the GPU before pliant.join: {remedy}")
+    return CUBLAS_WORKSPACES[0]
+
+
+def set_strict() -> None:
+    """Let torch use deterministic kernels only, and raise an error where it has none."""
+    torch.use_deterministic_algorithms(True)
     # It would fill every fresh tensor, for programs that read memory they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    pinned = ["deterministic algorithms", f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}"]
+    torch.backends.cudnn.deterministic = True
+
+
+def _pin_cuda(level: Level) -> list[str]:
+    set_strict()
+    pinned = ["deterministic algorithms", "cudnn.deterministic"]
+    if CUBLAS_CONFIG in os.environ:
+        pinned.append(f"{CUBLAS_CONFIG}={os.environ[CUBLAS_CONFIG]}")
     if level == "D2":
-        torch.backends.cudnn.deterministic = True
         for part in _FP32_PARTS.values():
             part.fp32_precision = "ieee"
         # The older switches, too: torch refuses to answer if the two contradict each other.
@@ -236,18 +290,84 @@ def _pin_cuda(level: Level) -> list[str]:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        pinned += ["cudnn.deterministic", "no TF32", "no reduced-precision reductions", "attention by the math kernel"]
+        pinned += ["no TF32", "no reduced-precision reductions", "attention by the math kernel"]
     return pinned
 
 
-def _flags() -> str:
-    switches = {
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+# --- settings of torch that choose kernels ---
+
+
+def settings() -> dict[str, str]:
+    """Return torch's settings that choose kernels or their precision. Takes microseconds, and starts no CUDA."""
+    matmul, attention = torch.backends.cuda.matmul, cast(Any, torch.backends.cuda)  # which has no types
+    is_strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels_on = {
+        "flash": attention.flash_sdp_enabled(),
+        "efficient": attention.mem_efficient_sdp_enabled(),
+        "math": attention.math_sdp_enabled(),
+        "cudnn": attention.cudnn_sdp_enabled(),
+    }
+    values: dict[str, object] = {
+        "deterministic": ("strict" if is_strict else "warn-only")
+        if torch.are_deterministic_algorithms_enabled()
+        else False,
+        "cudnn": torch.backends.cudnn.enabled,
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        **{f"{name}.tf32": part.fp32_precision == "tf32" for name, part in _FP32_PARTS.items()},
+        **{f"{name}.fp32": part.fp32_precision for name, part in _FP32_PARTS.items()},
+        "matmul.fp16_reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "matmul.bf16_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "matmul.fp16_accumulation": matmul.allow_fp16_accumulation,
+        "attention": ",".join(name for name, is_on in kernels_on.items() if is_on),
+        "attention.reduction": attention.fp16_bf16_reduction_math_sdp_allowed(),
+        "blas": str(torch._C._get_blas_preferred_backend()).rpartition(".")[2],
+        "linalg": str(torch._C._get_linalg_preferred_backend()).rpartition(".")[2],
+        "cublas": os.environ.get(CUBLAS_CONFIG),
+        "cublaslt": os.environ.get("CUBLASLT_WORKSPACE_SIZE"),
     }
-    return " ".join(name for name, on in switches.items() if on) or "none"
+    shown = {True: "on", False: "off", None: "default"}
+    return {
+        name: shown[value] if value is None or isinstance(value, bool) else str(value).replace(" ", "") or "none"
+        for name, value in values.items()
+    }
+
+
+class SettingsWatch:
+    """Finds a program that changes settings while it trains: other workers, or those that join later, would have others.
+
+    It looks in the first step, in the first step after each change of workers, and every so many steps.
+    """
+
+    def __init__(self, device: torch.device, every: int) -> None:
+        self._device, self._every = device, every
+        self._before = self._present()
+        self._is_new_view = True
+
+    def _present(self) -> dict[str, str]:
+        threads = {"threads": str(torch.get_num_threads())}
+        return {**settings(), **threads} if self._device.type == "cuda" else threads  # a CPU heeds no other setting
+
+    def enter_view(self, _: object = None) -> None:
+        self._is_new_view = True
+
+    def end_step(self, event: StepCommitted) -> None:
+        """Look if it is time to.
+
+        Raises:
+            TrainError: a setting is not what it was when the job began.
+        """
+        if self._is_new_view or (self._every and event.step % self._every == 0):
+            self._is_new_view = False
+            self.check(event.step)
+
+    def check(self, step: int) -> None:
+        now = self._present()
+        changed = [f"{name} is {now[name]}, and was {was}" for name, was in self._before.items() if now[name] != was]
+        if changed:
+            raise TrainError(
+                f"step {step}: the program has changed settings of torch since the job began, which changes bits: "
+                f"{'; '.join(changed)}. Set them before job.epochs or job.steps"
+            )
 
 
 def _cpu() -> tuple[str, str, str]:

@@ -30,7 +30,7 @@ from pliant.cluster import View
 from pliant.elastic.member import open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, TrainError
 from pliant.identity import WorkerSpec
-from pliant.train import determinism, obstacles, trace
+from pliant.train import determinism, obstacles, operators, trace
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
 from pliant.train.checking import StepDigests
 from pliant.train.context import restore_rng, seeded_rng
@@ -55,7 +55,7 @@ from pliant.train.wrapping import (
     trainable_parameters,
     whole_number,
 )
-from pliant.uncaught import end_with, is_failing
+from pliant.uncaught import end_with, explain_uncaught, is_failing
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -85,6 +85,9 @@ class Job:
         """The loop over the steps of the present epoch; None outside of `epochs`."""
         self._is_finished = False
         determinism.pin(settings.level, torch.device("cpu"))
+        if settings.allow:
+            self._stack.callback(operators.allow(settings.allow))
+        explain_uncaught(self._explain)
         atexit.register(self._end_program)
         if spec is not None and spec.elastic:
             self._requests.leave_on_sigterm()
@@ -437,6 +440,10 @@ class Job:
                 self.on_commit(StepDigests(self, trainer, self._spec.worker, self._spec.check, replicas, self._finish))
             self._member.start()
             self._parts.trainer.join()
+            if self._settings.allow:
+                self._notify_first(
+                    f"bits not promised: {', '.join(self._settings.allow)} (allowed without a deterministic kernel)"
+                )
             trace.begin(self.rank)
             self._parts.trainer.trace_engine()
         return self._parts.trainer
@@ -504,10 +511,19 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
             self._loop = None
+        explained = self._explain(error) if error is not None else None
         self.close()
+        if explained is not None:
+            raise explained from error
+
+    def _explain(self, error: BaseException) -> BaseException | None:
+        """Return a better error than that of torch, if the program has called what cannot have equal bits."""
+        if self._settings.level == "D0":
+            return None
+        return operators.explain(error, self._declared.wrapped.models if self._declared.wrapped is not None else ())
 
     def _need_trainer(self) -> Trainer:
         if self._trainer is None:

@@ -14,6 +14,7 @@ from pliant.train.determinism import Level, level_of
 from pliant.train.events import StepCommitted
 from pliant.train.guard import EVERY
 from pliant.train.job import Job
+from pliant.train.operators import check_allowed
 from pliant.train.replicas import Blocks
 from pliant.train.sync import check_sync_options
 from pliant.train.wrapping import whole_number
@@ -34,6 +35,7 @@ def join(
     record: str = "",
     replay: str = "",
     verify: int | None = None,
+    allow: Sequence[str] = (),
 ) -> Job:
     """Join the job that this process was started for. Without a launcher, start a job with this worker alone.
 
@@ -58,6 +60,8 @@ def join(
         replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
         verify: compare the states of all workers every so many steps, and in the first step after each change of
             workers; 0: never. 100 by default. `pliant run --verify` overrides it.
+        allow: operators that may run although torch has no deterministic kernel for them, by the names that the error
+            shows, besides those of `pliant run --allow`. The job prints and records that bits are not promised.
     """
     job: Job | None = None
     try:
@@ -83,6 +87,7 @@ def join(
     if spec is not None and spec.verify is not None:
         verify = spec.verify
     level = _level(determinism, spec)
+    allowed = check_allowed([*check_allowed(allow), *(spec.allow if spec is not None else ())]) if level != "D0" else ()
     check_sync_options(sync, slice_bytes, in_flight_bytes)
     settings = JobSettings(
         replicas,
@@ -94,6 +99,7 @@ def join(
         in_flight_bytes,
         adaptation_settings(spec, policies, monitor or {}, record, replay),
         EVERY if verify is None else verify,
+        allowed,
     )
     job = Job(spec, settings)
     if spec is not None:

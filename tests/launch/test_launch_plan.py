@@ -150,6 +150,7 @@ def test_a_worker_reads_its_environment_back() -> None:
         heartbeat_timeout_s=3.0,
         strategy="ring",
         determinism="D1",
+        allow=("put_", "median CUDA with indices output"),
         checkpoint_dir="/ck",
         checkpoint_every=50,
         resume="auto",
@@ -159,6 +160,7 @@ def test_a_worker_reads_its_environment_back() -> None:
     spec = made.make_spec(view.workers[1], view, b"s" * 16, "http://x", 9)
     environ = made.worker_environ({"HOME": "/h", "PYTHONUNBUFFERED": "x"}, spec, slot=1, mark="m")
     assert worker_spec(environ) == spec
+    assert spec.allow == ("put_", "median CUDA with indices output")
     assert (spec.strategy, spec.elastic, spec.determinism, spec.resume) == ("RING", True, "D1", "auto")
     assert (spec.checkpoint_dir, spec.checkpoint_every, spec.resize_schedule) == ("/ck", 50, ((10, 2), (20, 0)))
     assert (environ["HOME"], environ["PYTHONUNBUFFERED"], environ["PLIANT_LOCAL_RANK"]) == ("/h", "x", "1")
@@ -173,6 +175,9 @@ def test_d2_pins_the_kernels_unless_the_user_has() -> None:
     assert (pins["OMP_NUM_THREADS"], pins["MKL_NUM_THREADS"]) == ("1", "1")
     assert pins["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "MKL_CBWR" not in plan(determinism="D1").common_environ({}, "m")
+    for level in ("", "D1"):
+        assert plan(determinism=level).common_environ({}, "m")["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in plan(determinism="D0").common_environ({}, "m"), "D0 leaves torch as it is"
     old = make_plan(RunOptions(program=("true",), determinism="D2"), Machine(has_avx2=False, resolve=lookup))
     assert old.pins["ATEN_CPU_CAPABILITY"] == "default"
 

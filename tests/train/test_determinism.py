@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,9 +15,21 @@ import pytest
 import torch
 
 from pliant.comm import order
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, TrainError
 from pliant.train import determinism
-from pliant.train.determinism import PINS, Fingerprint, Level, differences, fingerprint, level_of, pin, self_check
+from pliant.train.determinism import (
+    PINS,
+    Fingerprint,
+    SettingsWatch,
+    cublas_workspace,
+    differences,
+    fingerprint,
+    level_of,
+    pin,
+    self_check,
+    settings,
+)
+from pliant.train.events import StepCommitted
 
 INTEL = Fingerprint(
     torch="2.13.0", num_threads=2, cpu_capability="AVX512", cpu_vendor="GenuineIntel", cpu_model="Xeon", cpu_isa="AVX512_CORE_AMX",
@@ -40,7 +53,7 @@ def test_equal_machines_are_welcome() -> None:
     "change",
     [{"torch": "2.11.0"}, {"num_threads": 3}, {"cpu_capability": "AVX2"}, {"cpu_model": "EPYC"}, {"cpu_isa": "AVX2"},
      {"onednn_pin": "AVX2"}, {"mkl_pin": "AVX2"}, {"flags": "none"}, {"gpu": "NVIDIA H200"}, {"cuda": "13.0"},
-     {"cudnn": "9"}, {"driver": "580"}],
+     {"cudnn": "9"}, {"driver": "580"}, {"allowed": "put_"}],
     ids=str,
 )  # fmt: skip
 def test_whatever_changes_bits_is_refused_under_d1(change: dict[str, str]) -> None:
@@ -96,13 +109,89 @@ def test_levels() -> None:
         level_of("D3")
 
 
-@pytest.mark.parametrize("level", ["D0", "D1"])
-def test_pin_below_d2(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_below_d2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    lines = pin(level)
+    before = settings()
+    assert pin("D0") == []
+    assert settings() == before, "D0 leaves torch as it is"
+    lines = pin("D1")
     assert torch.backends.cudnn.benchmark is False
     assert f"threads {torch.get_num_threads()}" in lines
     assert not torch.are_deterministic_algorithms_enabled()  # nothing to gain on a CPU, and it costs
+
+
+def test_the_workspace_of_cublas_is_set_before_cuda_is_used_or_not_at_all() -> None:
+    assert cublas_workspace(None, cuda_in_use=False) == cublas_workspace("", cuda_in_use=False) == ":4096:8"
+    for given in (":4096:8", ":16:8"):
+        assert cublas_workspace(given, cuda_in_use=True) == given
+    with pytest.raises(ConfigError, match=r"used the GPU before pliant\.join: start the program with `pliant run`"):
+        cublas_workspace(None, cuda_in_use=True)
+    with pytest.raises(ConfigError, match=r"CONFIG=:0:0: .*unset it"):
+        cublas_workspace(":0:0", cuda_in_use=False)
+
+
+def change_deterministic() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def change_benchmark() -> None:
+    torch.backends.cudnn.benchmark = True
+
+
+def change_tf32() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def change_reduction() -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def change_attention() -> None:
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_deterministic, "deterministic is warn-only, and was strict"),
+        (change_benchmark, "cudnn.benchmark is on, and was off"),
+        (change_tf32, "matmul.fp32 is tf32"),
+        (change_reduction, "matmul.bf16_reduction is off, and was on"),
+        (change_attention, "attention is efficient,math,cudnn, and was flash,efficient,math,cudnn"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "threads is"),
+    ],
+    ids=["deterministic", "benchmark", "tf32", "reduction", "attention", "threads"],
+)
+def test_a_program_that_changes_settings_is_found(change: Callable[[], None], said: str) -> None:
+    cuda, threads, tf32 = torch.backends.cuda, torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision
+    warm = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        watch, mine = SettingsWatch(torch.device("cuda"), 10), fingerprint()
+        on_cpu = SettingsWatch(torch.device("cpu"), 10)
+        watch.end_step(committed(1))
+        change()
+        (line,) = differences(mine, fingerprint(), "D1")
+        assert line.startswith(("settings: ", "threads: "))
+        watch.end_step(committed(9))  # it is not time to look
+        with pytest.raises(TrainError, match=f"step 10: .*{said}"):
+            watch.end_step(committed(10))
+        watch.enter_view()
+        with pytest.raises(TrainError, match=said):
+            watch.end_step(committed(11))
+        if "threads" not in said:
+            on_cpu.end_step(committed(10))  # nothing to a CPU
+    finally:
+        torch.use_deterministic_algorithms(warm)
+        torch.backends.cudnn.benchmark = False
+        cuda.matmul.fp32_precision = tf32
+        cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        cuda.enable_flash_sdp(True)
+        torch.set_num_threads(threads)
+
+
+def committed(step: int) -> StepCommitted:
+    return StepCommitted(step, 0, step, 1, 0, 0.1, 0.1, {})
 
 
 ALIKE = {
@@ -139,9 +228,12 @@ except ConfigError as error:
     found["refused"] = str(error)
 if sys.argv[1] == "D1":  # once is enough: it imports a large part of torch
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # as a program may have asked for; needs no GPU
-    found["asked"] = fingerprint().flags
+    found["asked"] = determinism.settings()
+    determinism._pin_cuda("D1")
+    found["D1"] = determinism.settings()
     determinism._pin_cuda("D2")
-    found["switches"] = fingerprint().flags
+    found["D2"] = determinism.settings()
+    found["fills"] = torch.utils.deterministic.fill_uninitialized_memory
 print(json.dumps(found))
 """
 
@@ -171,8 +263,14 @@ def test_real_workers() -> None:
     assert {f"{name}={value}" for name, value in ALIKE.items()} <= set(alike["pinned"])  # type: ignore[call-overload]
     assert "2 threads" in alike["refused"]  # type: ignore[operator]
     assert "refused" not in plain
-    assert "matmul.tf32" in plain["asked"]  # type: ignore[operator]
-    assert plain["switches"] == "deterministic cudnn.deterministic"
+    asked, strict, portable = (dict(plain[each]) for each in ("asked", "D1", "D2"))  # type: ignore[call-overload]
+    assert (asked["deterministic"], asked["matmul.fp32"]) == ("off", "tf32")
+    changed = {"deterministic": "strict", "cudnn.deterministic": "on"}
+    assert strict == {**asked, **changed}, "D1 keeps the precision that the program has chosen"
+    assert portable["matmul.fp32"] == "ieee"
+    assert portable["attention"] == "math"
+    assert portable["matmul.bf16_reduction"].startswith("off")
+    assert plain["fills"] is False, "it would cost a write of every fresh tensor"
 
 
 @pytest.mark.usefixtures("no_leaks")

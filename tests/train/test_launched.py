@@ -32,7 +32,11 @@ for epoch in job.epochs(2):
         for x in step:
             if sys.argv[1] == "mistake" and step.number == 2:
                 optimizer.step()
-            model(x).sum().backward()
+            loss = model(x).sum()
+            if sys.argv[1] == "put":  # on the CPU only a program that asks for it is strict
+                torch.use_deterministic_algorithms(True)
+                loss = loss.put_(torch.tensor([0]), loss * 2)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step.number == 1:
@@ -62,6 +66,8 @@ def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_com
     common = start(tmp_path, "-w", "-np", "2", "own/train.py", "mistake")
     alone = start(tmp_path, "-np", "2", "alone.py")
     load = start(tmp_path, "--warm", "-np", "2", "own/train.py", "load")
+    put = start(tmp_path, "--warm", "-np", "2", "own/train.py", "put")
+    allowed = start(tmp_path, "--warm", "-np", "2", "--allow", "put_", "own/train.py", "put")
 
     code, _, stderr = end(alone)
     assert code == PROGRAM_EXIT
@@ -94,6 +100,14 @@ def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_com
     assert code == PROGRAM_EXIT, stderr
     assert stderr.count("Traceback (most recent call last)") <= 1, stderr
     assert "nowhere.safetensors" in stderr
+
+    code, _, stderr = end(put)
+    assert code == PROGRAM_EXIT, stderr
+    assert stderr.count("Traceback (most recent call last)") <= 1, stderr
+    assert "NotDeterministic: put_ has no deterministic kernel" in stderr
+    code, stdout, stderr = end(allowed)
+    assert code == 0, stderr
+    assert stdout.count("bits not promised: put_ ") == 1
 
 
 KILLED = """
