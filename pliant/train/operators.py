@@ -359,7 +359,8 @@ class OperatorSearch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = torch._C._current_autograd_node()
         if node is None and self._stack:
             # The node of this operator was made just before its kernel is called.
-            self._makers.setdefault(torch.autograd._get_sequence_nr() - 1, self._stack[-1])
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._makers.setdefault(number, self._stack[-1])
         try:
             return function(*args, **(kwargs or {}))
         except RuntimeError as error:
