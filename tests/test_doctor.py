@@ -32,7 +32,7 @@ def plain():
     return nn.Sequential(nn.Embedding(4, 2), nn.LayerNorm(2))
 
 def convolutions():
-    return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3), nn.AdaptiveAvgPool2d(2))
 
 def collective():
     return nn.Sequential(nn.Linear(2, 2), Shares(), nn.SyncBatchNorm(2))

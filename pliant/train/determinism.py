@@ -146,7 +146,7 @@ def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
         return []
     pinned = _pins_in_force() if level == "D2" else []
     cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if device.type == "cuda" or (torch.version.cuda and not cuda_in_use):
+    if device.type == "cuda" or (torch.version.cuda and not cuda_in_use and not os.environ.get(CUBLAS_CONFIG)):
         # Set as early as possible: cuBLAS reads it when the first handle is made.
         os.environ[CUBLAS_CONFIG] = cublas_workspace(os.environ.get(CUBLAS_CONFIG), cuda_in_use=cuda_in_use)
     torch.backends.cudnn.benchmark = False

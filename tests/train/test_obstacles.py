@@ -223,9 +223,15 @@ def test_what_depends_on_the_kind_of_gpu() -> None:
 
 def test_what_cannot_be_repeated_on_cuda() -> None:
     model = nn.Sequential(
-        nn.AdaptiveAvgPool2d(1), nn.Upsample(4, mode="bilinear"), nn.Upsample(4, mode="nearest"), nn.ReLU()
+        nn.AdaptiveAvgPool2d(2),
+        nn.Upsample(4, mode="bicubic"),
+        nn.Upsample(4, mode="bilinear"),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.AdaptiveAvgPool3d((1, 1, 1)),
+        nn.AdaptiveAvgPool2d((1, 2)),
     )
-    assert [each.module for each in nondeterministic(model)] == ["0", "1"]
+    assert [each.module for each in nondeterministic(model)] == ["0", "1", "6"]
 
 
 INSTALLED = """
