@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant.errors import ConfigError, NotDeterministic
 
-_ALERT = re.compile(r"^(.+?) does not have a deterministic implementation")
+_ALERT = re.compile(r"(\w+(?: [\w ]+?)?) does not have a deterministic implementation")
 _DEVICES = ("CPU", "CUDA")
 _NOISE = {"", "out", "forward", "kernel"}
 _OTHER_NAMES = {"embeddingbagbackward": "embeddingbagdensebackward"}
@@ -35,7 +35,8 @@ _OTHER_NAMES = {"embeddingbagbackward": "embeddingbagdensebackward"}
 
 def alert_of(error: BaseException) -> str:
     """Return the name that torch gives to the operator without a deterministic kernel; empty if it is another error."""
-    found = _ALERT.match(str(error)) if isinstance(error, RuntimeError) else None
+    # The error of a model that is compiled has it somewhere in the middle.
+    found = _ALERT.search(str(error)) if isinstance(error, RuntimeError) else None
     return found[1] if found is not None else ""
 
 

@@ -128,6 +128,11 @@ def test_the_error_names_the_module_that_called_it() -> None:
     assert "blocks.1.attn" in raised(lambda: checkpointed(x).sum().backward(), checkpointed)
     assert "called by the program itself" in raised(lambda: put(x), inline)
     assert "called by the program itself" in raised(lambda: put(x))
+    unpooling = Model(torch.relu, Unpool())
+    compiled = torch.compile(unpooling, backend="eager")
+    with pytest.raises(Exception, match="deterministic implementation") as caught:
+        compiled(x)  # type: ignore[operator]
+    assert str(explain(caught.value, [unpooling])).startswith("max_unpool2d has no deterministic kernel here")
     assert explain(RuntimeError("out of memory"), [inline]) is None
     assert explain(KeyboardInterrupt(), [inline]) is None
 
