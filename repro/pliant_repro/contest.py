@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import secrets
@@ -441,6 +442,8 @@ class Rules:
     """Iterations before the first round, not counted."""
     timeout_s: float = 120.0
     """A turn that takes longer is a failure."""
+    limit_s: float = math.inf
+    """No round begins when the rounds have taken this long together; the first two rounds are always held."""
 
 
 T = TypeVar("T", bound=Timings)
@@ -451,9 +454,16 @@ def interleave(
     num_turns: int,
     take_turn: Callable[[str, T, int], None],
     progress: Progress = lambda what, fraction: None,
+    limit_s: float = math.inf,
 ) -> None:
-    """Let all labels of `results` take turns; one whose turn raises LaunchError is out, and the others go on."""
+    """Let all labels of `results` take turns; one whose turn raises LaunchError is out, and the others go on.
+
+    After `limit_s` no turn begins but the first three.
+    """
+    begun_s = time.monotonic()
     for turn in range(num_turns):
+        if turn > 2 and time.monotonic() - begun_s > limit_s:
+            break
         for position, (label, timings) in enumerate(results.items()):
             if timings.failure:
                 continue
@@ -498,7 +508,7 @@ def hold(
             timings.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / rules.iterations)
 
     results = {name: Timings() for name in jobs}
-    interleave(results, rules.rounds + 1, take_turn, progress)
+    interleave(results, rules.rounds + 1, take_turn, progress, rules.limit_s)
     return results
 
 

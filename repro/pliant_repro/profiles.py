@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pliant.errors import ConfigError
 from pliant_repro.scaling_model import Layer
 
-TRAINED = ("resnet18", "transformer", "resnet50", "resnet20", "small")
+TRAINED = (
+    "resnet18", "transformer", "resnet50", "resnet20", "small", "gpt2", "vit", "lstm", "lstm-dropout",
+    "gpt2-tiny", "vit-tiny", "lstm-tiny", "lstm-dropout-tiny", "resnet50-tiny",
+)  # fmt: skip
 """Networks of `zoo` that `pliant bench` trains."""
 WORKLOADS = ("shufflenetv2", "resnet50", "vgg19", "neumf", "bert", "electra", "swin")
 """Workloads of `zoo` from EasyScale's table 1."""

@@ -1,7 +1,7 @@
 """The one worker program of all contests: a rank that is told what to do over a control connection, and answers.
 
     python -m pliant_repro.worker SOCKET PROGRAM NAMESPACE...   fork a rank per namespace ("" for this one) from one process
-    python -m pliant_repro.worker SOCKET                        be the one rank that mpirun has started
+    python -m pliant_repro.worker SOCKET                        be the one rank that mpirun, or `pliant run`, has started
     python -m pliant_repro.worker --rank RANK                   be a rank that talks over standard input and output (ssh)
 
 Commands and answers are JSON objects, one per line. The first command, `setup`, names a program, "module:function". The
@@ -155,7 +155,12 @@ def connect(rank: int, control: str) -> int:
 
 
 def fork_ranks(control: str, program: str, namespaces: Sequence[str]) -> int:
-    """Fork a rank into each namespace, wait until all have ended, and return the worst exit status."""
+    """Fork a rank into each namespace, wait until all have ended, and return the worst exit status.
+
+    A single rank in this namespace is this process itself.
+    """
+    if list(namespaces) == [""]:
+        return connect(0, control)
     _find_program(program)[0].preload()
     children, parent = [], os.getpid()
     for rank, namespace in enumerate(namespaces):
@@ -174,6 +179,16 @@ def fork_ranks(control: str, program: str, namespaces: Sequence[str]) -> int:
     return max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), key=abs)
 
 
+def _launched_rank() -> int:
+    """Return the rank that mpirun, or `pliant run` of any version, has given this process."""
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        return int(os.environ["OMPI_COMM_WORLD_RANK"])
+    from pliant.identity import worker_spec
+
+    spec = worker_spec()
+    return spec.view.rank_of(spec.worker)
+
+
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     first, *rest = sys.argv[1:]
@@ -184,7 +199,7 @@ def main() -> None:
     elif rest:
         status = fork_ranks(first, rest[0], rest[1:])
     else:
-        status = connect(int(os.environ["OMPI_COMM_WORLD_RANK"]), first)
+        status = connect(_launched_rank(), first)
     sys.stderr.flush()
     os._exit(status)
 

@@ -296,6 +296,90 @@ class LanguageModel(nn.Module):
         return cast(Tensor, self.head(self.norm(hidden)).flatten(0, 1))
 
 
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block with PyTorch's fused attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float, *, causal: bool) -> None:
+        super().__init__()
+        self._heads, self._dropout, self._causal = heads, dropout, causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        mixed = self.queries_keys_values(self.norm1(hidden)).view(batch, length, 3, self._heads, width // self._heads)
+        queries, keys, values = mixed.permute(2, 0, 3, 1, 4)
+        dropout = self._dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=self._causal)
+        hidden = hidden + self.dropout(self.project(seen.transpose(1, 2).reshape(hidden.shape)))
+        return hidden + cast(Tensor, self.dropout(self.mlp(self.norm2(hidden))))
+
+
+def _init_transformer(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class GPT2(nn.Module):
+    """Radford et al. 2019: learned positions, pre-norm blocks, and a head that shares its weights with the embedding."""
+
+    def __init__(
+        self, num_words: int = 50304, length: int = 1024, width: int = 768, depth: int = 12, heads: int = 12
+    ) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(num_words, width), nn.Embedding(length, width)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, 0.1, causal=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        _init_transformer(self)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.dropout(self.words(words) + self.positions.weight[: words.shape[1]])
+        return F.linear(self.norm(self.blocks(hidden)), self.words.weight).flatten(0, 1)
+
+
+class ViT(nn.Module):
+    """Dosovitskiy et al. 2020, with the mean of all positions before the head."""
+
+    def __init__(self, pixels: int, patch: int, width: int, depth: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn((pixels // patch) ** 2, width))
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, 0.1, causal=False) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        _init_transformer(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.dropout(self.patches(images).flatten(2).transpose(1, 2) + self.positions)
+        return cast(Tensor, self.head(self.norm(self.blocks(hidden)).mean(1)))
+
+
+class LSTMLanguageModel(nn.Module):
+    """Zaremba et al. 2014, with a head that shares its weights with the embedding.
+
+    `between` is the dropout that cuDNN itself applies between the layers, with a random state of its own.
+    """
+
+    def __init__(self, num_words: int, width: int, depth: int = 2, between: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(num_words, width)
+        self.dropout = nn.Dropout(0.2)
+        self.layers = nn.LSTM(width, width, depth, batch_first=True, dropout=between)
+        nn.init.normal_(self.words.weight, std=0.05)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, _ = self.layers(self.dropout(self.words(words)))
+        return F.linear(self.dropout(hidden), self.words.weight).flatten(0, 1)
+
+
 class SpanFinder(nn.Module):
     """A word encoder with two outputs per position: whether an answer begins, and ends, there. Like BERT on SQuAD.
 
@@ -418,6 +502,17 @@ NETWORKS = {
     "resnet50": Network(lambda: ResNet((3, 4, 6, 3), bottleneck=True), "images", 224, 32),
     "transformer": Network(LanguageModel, "text", 32, 2, "adamw"),
     "small": Network(SmallNet, "images", 16, 4, "adam"),
+    "gpt2": Network(GPT2, "text", 1024, 8, "adamw", 50304),
+    "gpt2-tiny": Network(partial(GPT2, 128, 16, 32, 2, 2), "text", 16, 2, "adamw", 128),
+    "vit": Network(partial(ViT, 224, 16, 384, 12, 6, NUM_CLASSES), "images", 224, 32, "adamw"),
+    "vit-tiny": Network(partial(ViT, 16, 4, 32, 2, 2, 10), "images", 16, 2, "adamw", 10),
+    "lstm": Network(partial(LSTMLanguageModel, 33278, 650), "text", 64, 32, "sgd", 33278),
+    "lstm-tiny": Network(partial(LSTMLanguageModel, 128, 32), "text", 8, 2, "sgd", 128),
+    "lstm-dropout": Network(partial(LSTMLanguageModel, 33278, 650, between=0.2), "text", 64, 32, "sgd", 33278),
+    "lstm-dropout-tiny": Network(partial(LSTMLanguageModel, 128, 32, between=0.2), "text", 8, 2, "sgd", 128),
+    "resnet50-tiny": Network(
+        partial(ResNet, (1, 1, 1, 1), bottleneck=True, width=8, classes=10), "images", 32, 2, "sgd", 10
+    ),
 }
 assert set(NETWORKS) == set(TRAINED), "profiles.TRAINED lists these networks"
 

@@ -18,14 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from pliant.errors import ConfigError, LaunchError
 from pliant.machine import Json
+from pliant_repro.bench.train import TrainingTask
 from pliant_repro.contest import Summary, check_least, clean_environ, last_words
 from pliant_repro.profiles import check_trained
 
@@ -53,6 +54,25 @@ class ElasticOptions:
     model: str = "resnet18"
     batch: int = 2
     size: int = 32
+    replicas: int = 0
+    """Replicas of the job; 0 means as many as there are workers when there are many."""
+    device: str = "cpu"
+    autocast: bool = False
+    """Whether the forward pass runs in bfloat16 where torch's autocast does so."""
+    compiled: bool = False
+    """Whether the model is compiled by `torch.compile`."""
+    seed: int | None = None
+    """Seed of replica 0's random generators; replica r has seed + r. None means that all have the same."""
+    join: Mapping[str, object] = field(default_factory=dict)
+    """More arguments of `pliant.join`."""
+    digests: bool = False
+    """Whether the workers report a digest of the state after each step."""
+    least_step_s: float = 0.0
+    """Least time from one step to the next: the workers wait where a step is shorter."""
+    max_restarts: int = 0
+    """How many lost workers the runner replaces by itself."""
+    change_timeout_s: float = CHANGE_S
+    """How long a change may take."""
 
     def __post_init__(self) -> None:
         check_trained(self.model)
@@ -79,11 +99,15 @@ class StepBegun:
     """Steps that this process has seen committed."""
     at_s: float
     ended_s: float
-    """When this process's optimizer had done the step before; 0 if there was none."""
+    """When this process had done the step before, its device included; 0 if there was none."""
     change: tuple[int, int, float, bool] | None = None
     """(old size, new size, pause in seconds as the job measured it, whether a worker was lost), if this is the first step in a
     new view of a worker that was there before."""
     config_server: str = ""
+    digest: str = ""
+    """Digest of parameters and optimizer when this process had done the step before, if digests are wanted."""
+    buffers: str = ""
+    """Digest of the model's buffers, likewise."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -117,7 +141,7 @@ class ElasticJob:
         self._log = folder / "log"
         # A range of ports in which no other job on this host is likely to look for some.
         first_port = random.SystemRandom().randrange(12_000, 31_000, 500)
-        flags = ["-w", "-q", "-np", str(options.num_workers), "--max-restarts", "0"]
+        flags = ["-w", "-q", "-np", str(options.num_workers), "--max-restarts", str(options.max_restarts)]
         flags += ["-port-range", f"{first_port}-{first_port + 500}"]
         argv = [sys.executable, "-c", COMMAND, "run", *flags, sys.executable, "-m", __name__, str(folder / "task.json")]
         with self._log.open("wb") as output:
@@ -168,7 +192,7 @@ class ElasticJob:
         Raises:
             LaunchError: the job ended, or the condition was not met in time.
         """
-        timeout_s = CHANGE_S if since else START_S
+        timeout_s = self.options.change_timeout_s if since else START_S
         deadline_s = time.monotonic() + timeout_s
         assert self._runner is not None, "entered"
         with self._changed:
@@ -285,6 +309,7 @@ class StepReporter:
         self._identity = {"pid": os.getpid(), "worker": str(spec.worker), "config_server": spec.config_server}
         self._key, self._num_changes, self._own = (-1, -1), 0, 0
         self.ended_s = 0.0
+        self.digest = self.buffers = ""
 
     def report(self) -> None:
         """Report that a step begins, unless this is a later turn of a step that was reported."""
@@ -302,7 +327,7 @@ class StepReporter:
         self._key, self._num_changes = key, len(changes)
         begun = StepBegun(
             rank=job.rank, size=job.size, step=job.step, own=self._own, at_s=at_s, ended_s=self.ended_s, change=change,
-            **self._identity,  # type: ignore[arg-type]
+            digest=self.digest, buffers=self.buffers, **self._identity,  # type: ignore[arg-type]
         )  # fmt: skip
         self._socket.sendall(begun.to_line())
 
@@ -312,26 +337,49 @@ def main() -> None:
     import torch
 
     import pliant
-    from pliant_repro.zoo import Samples, build, compute_loss, make_optimizer, network
+    from pliant_repro import zoo
+    from pliant_repro.bench import training, training_probes
 
-    task = json.loads(Path(sys.argv[1]).read_text())
+    control, options = read_task(Path(sys.argv[1]))
     torch.set_num_threads(1)
-    chosen = network(task["model"])
-    job = pliant.join(replicas=task["num_workers"])
-    reporter = StepReporter(task["control"], job)
-    inner = build(task["model"])
-    dataset = Samples(chosen.kind, task["size"], EPOCH_STEPS * task["batch"] * task["num_workers"])
-    optimizer = make_optimizer(chosen.optimizer, inner)
-    model, optimizer = job.wrap(inner, optimizer)
-    loader = job.loader(dataset, batch_size=task["batch"], shuffle=False)
+    task = training_task(options, zoo.network(options.model).optimizer)
+    job = pliant.join(replicas=task.num_replicas, seed=task.seed, **task.join)
+    reporter = StepReporter(control, job)
+    subject = training.make_subject(task)
+    model, optimizer = job.wrap(subject.model, training.make_optimizer(task, subject.model))
+    loader = job.loader(subject.dataset, batch_size=subject.batch, shuffle=False, collate_fn=zoo.as_is)
     for _epoch in job.epochs(MAX_EPOCHS):
         for step in loader:
-            for inputs, targets in step:
+            for batch in step:
                 reporter.report()
-                compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+                subject.loss(model, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            if task.device == "cuda":
+                torch.cuda.synchronize()
+            if options.digests:
+                reporter.digest = training_probes.digest_state(model, optimizer)
+                reporter.buffers = training_probes.digest_buffers(model)
+            if options.least_step_s:
+                time.sleep(max(0.0, reporter.ended_s + options.least_step_s - time.monotonic()))
             reporter.ended_s = time.monotonic()
+
+
+def read_task(path: Path) -> tuple[str, ElasticOptions]:
+    """Return the controller's address and the options of the bench out of a task file."""
+    values = json.loads(path.read_text())
+    return values.pop("control"), ElasticOptions(**values)
+
+
+def training_task(options: ElasticOptions, optimizer: str) -> TrainingTask:
+    """Return what the job of these options trains; a contender with this task trains the same on fixed workers."""
+    same = {"model": options.model, "batch": options.batch, "size": options.size, "device": options.device}
+    how = {"autocast": options.autocast, "compiled": options.compiled, "seed": options.seed, "join": options.join}
+    replicas = options.replicas or options.num_workers
+    return TrainingTask(
+        side="pliant", num_workers=options.num_workers, replicas=replicas, optimizer=optimizer, strict=True,
+        **same, **how,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ class TrainingTask:
     batch: int = 0
     size: int = 0
     device: str = "cpu"
+    autocast: bool = False
+    """Whether the forward pass runs in bfloat16 where torch's autocast does so."""
+    compiled: bool = False
+    """Whether the model is compiled by `torch.compile`."""
+    strict: bool = False
+    """Whether every side pins the deterministic kernels that a job of ours pins. Ours does so in any case."""
+    seed: int | None = None
+    """Seed of replica 0's random generators after the model was built; replica r has seed + r. None: all have the same."""
     optimizer: str = "p3"
     lead: int = 3
     """Steps of a window that are not timed. In the first step after a pause no forward pass waits for parameters."""

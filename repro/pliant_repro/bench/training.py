@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError
-from pliant.train import trace
+from pliant.train import determinism, trace
 from pliant_repro import zoo
+from pliant_repro.bench import training_probes
 from pliant_repro.bench.train import TrainingTask
 from pliant_repro.paced import PacedNet
 from pliant_repro.profiles import PUBLISHED_BATCH, profile, scaled
@@ -84,9 +85,18 @@ def make_subject(task: TrainingTask, waited_until: Callable[[], float] | None = 
     chosen = zoo.network(task.model)
     batch = task.batch or min(chosen.batch, 16)
     size = task.size or (64 if chosen.kind == "images" else chosen.size)
-    dataset = zoo.ReadyBatches(chosen.kind, size, length * batch, task.device)
+    dataset = zoo.ReadyBatches(chosen.kind, size, length * batch, task.device, classes=chosen.classes)
     model = zoo.build(task.model, task.device)
-    return Subject(model, lambda model, pair: zoo.compute_loss(model, *pair), dataset, batch)
+    if task.compiled:
+        # If bits are compared, one graph as without DDP: torch would cut it at DDP's buckets, and other kernels have other bits.
+        torch._dynamo.config.optimize_ddp = task.seed is None
+        model.compile()
+
+    def loss(model: nn.Module, pair: zoo.Sample) -> Tensor:
+        with torch.autocast(task.device, torch.bfloat16, enabled=task.autocast):
+            return zoo.compute_loss(model, *pair)
+
+    return Subject(model, loss, dataset, batch)
 
 
 def _paced_net(task: TrainingTask, waited_until: Callable[[], float] | None) -> PacedNet:
@@ -169,31 +179,35 @@ class TrainingLoop:
         steps: Iterator[Iterable[Any]],
         *,
         divisor: int = 1,
+        no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait_for_sums: Callable[[], None] | None = None,
         stats: Callable[[], dict[str, object]] = dict,
     ) -> None:
         """
         Args:
             steps: the batches of each step.
-            divisor: what each loss is divided by, where gradients are accumulated.
+            divisor: the number of batches whose gradients are accumulated; each loss is divided by it.
+            no_sync: the context of all batches of a step but the last one, where gradients are accumulated.
             wait_for_sums: called between the backward pass and the update; where it returns, the program may have waited.
         """
-        self.subject, self._model, self._optimizer, self._steps = subject, model, optimizer, steps
+        self.subject, self._model, self.optimizer, self._steps = subject, model, optimizer, steps
         self._divisor, self._wait_for_sums, self.stats = divisor, wait_for_sums, stats
+        self._no_sync = no_sync
         self.num_steps = 0
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
-        for batch in next(self._steps):
-            loss = self.subject.loss(self._model, batch)
-            (loss / self._divisor if self._divisor > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        for number, batch in enumerate(next(self._steps), 1):
+            with self._no_sync() if number < self._divisor else contextlib.nullcontext():
+                loss = self.subject.loss(self._model, batch)
+                (loss / self._divisor if self._divisor > 1 else loss).backward()  # type: ignore[no-untyped-call]
             self._losses.append(loss.detach())  # read later: reading a loss may wait for the device
         if self._wait_for_sums is not None:
             self._wait_for_sums()
             if self.subject.paced is not None:
                 self.subject.paced.device.stalled()  # before the update, which is part of what is paced
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.num_steps += 1
 
     def take_losses(self) -> list[float]:
@@ -227,8 +241,13 @@ class DdpLoops:
         asked.pop("purpose", None)
         model = DistributedDataParallel(subject.model, **{**self._task.ddp, **asked})
         optimizer = make_optimizer(self._task, subject.model)
-        steps = load_steps(subject, self._rank, self._task.num_workers)
-        self._loops[key] = TrainingLoop(subject, model, optimizer, steps, wait_for_sums=lambda: None)
+        accumulate = self._task.num_replicas // self._task.num_workers
+        steps = load_steps(subject, self._rank, self._task.num_workers, accumulate)
+        if self._task.seed is not None:
+            torch.manual_seed(self._task.seed + self._rank)
+        self._loops[key] = TrainingLoop(
+            subject, model, optimizer, steps, divisor=accumulate, no_sync=model.no_sync, wait_for_sums=lambda: None
+        )
         return self._loops[key]
 
 
@@ -252,7 +271,7 @@ def _open_ddp(task: TrainingTask, rank: int) -> Iterator[Choose]:
 def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
     import pliant
 
-    with pliant.join(replicas=task.num_replicas, **task.join) as job:
+    with pliant.join(replicas=task.num_replicas, seed=task.seed, **task.join) as job:
         subject = make_subject(task, lambda: job.sync_stats().waited_until_s)
         data: dict[str, Any] = {"batch_size": subject.batch, "shuffle": False, "collate_fn": zoo.as_is}
         model, optimizer = job.wrap(subject.model, make_optimizer(task, subject.model), **task.wrap)
@@ -353,10 +372,13 @@ def opened(values: Mapping[str, object], rank: int) -> Iterator[Opened]:
     """Open the side of a TrainingTask; the program of `pliant_repro.worker`."""
     task = TrainingTask(**cast("dict[str, Any]", values))
     torch.set_num_threads(1)
+    if task.strict:
+        determinism.pin("D1", task.device)
     trace.begin(rank)
     with SIDES[task.side](task, rank) as choose:
         num_bytes = choose({}).subject.num_bytes
-        yield {"num_bytes": num_bytes}, lambda command: carry_out(choose, task, command)
+        facts = training_probes.device_facts(task.device)
+        yield {"num_bytes": num_bytes, "device": facts}, lambda command: carry_out(choose, task, command)
     trace.write(rank)
 
 
@@ -366,10 +388,21 @@ def opened(values: Mapping[str, object], rank: int) -> Iterator[Opened]:
 def carry_out(choose: Choose, task: TrainingTask, command: Command) -> dict[str, object]:
     """Carry out one command of the controller, and return the answer."""
     options = cast("Mapping[str, Any]", command.get("options", {}))
+    cuda = task.device == "cuda"
     match command["do"]:
         case "run":
             lead = cast(int, command.get("lead", task.lead))
-            return run_window(choose(options), cast(int, command["iterations"]), lead, cuda=task.device == "cuda")
+            found = run_window(choose(options), cast(int, command["iterations"]), lead, cuda=cuda)
+            if cuda:
+                torch.cuda.empty_cache()  # for the contenders whose turn is next
+            return found
+        case "digests":
+            return training_probes.digest_steps(choose(options), cast(int, command["iterations"]))
+        case "memory":
+            return training_probes.peak_memory(choose(options), cast(int, command["iterations"]), cuda=cuda)
+        case "profile":
+            steps, save_as = cast(int, command["iterations"]), str(command.get("save_as", ""))
+            return training_probes.profile_steps(choose(options), steps, cuda=cuda, save_as=save_as)
         case "count":
             counters = Path("/proc/thread-self/net/dev").read_text()
             return {"tx_bytes": sent_bytes(counters, os.environ["GLOO_SOCKET_IFNAME"])}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    for command in (allreduce, traffic, train, resize, recover, priority, preemption, fed):
+    for command in (allreduce, traffic, train, gpu, resize, recover, priority, preemption, fed):
         bench.command(command.__name__, cls=JsonCommand)(command)
     app.add_typer(bench, name="bench")
 
@@ -169,6 +169,52 @@ def train(
     options = bench.TrainOptions(num_workers=counts, rules=rules, **same)
     args = {"np": list(counts), **same, "repeat": repeat, "steps": steps}
     _measure(bench.run, options, args, tables.show_train, json_file)
+
+
+def gpu(
+    part: Annotated[
+        str,
+        typer.Argument(
+            metavar="PART",
+            help="step, memory, bits, changes, live, packed or profile.",
+            autocompletion=completion.one_of("step", "memory", "bits", "changes", "live", "packed", "profile"),
+        ),
+    ],
+    models: Annotated[
+        str, typer.Option("--models", help="Some of gpt2,resnet50,lstm,vit,lstm-dropout; default: by part.")
+    ] = "",
+    modes: Annotated[str, typer.Option("--modes", help="eager,compiled; default: by part.")] = "",
+    device: Annotated[str, _choice("--device", "cuda or cpu.", "cuda", "cpu")] = "cuda",
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small networks, to try this on a CPU.")] = False,
+    replicas: Annotated[int, typer.Option("--replicas", help="N, where there are several.")] = 4,
+    batch: Batch = 0,
+    size: Size = 0,
+    repeat: Annotated[int, typer.Option("--repeat", help="Rounds, or changes of each kind; fewer at the limit.")] = 12,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of a turn, or steps to compare.")] = 8,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part is to end.")] = 450.0,
+    order: Annotated[str, typer.Option("--order", help="Order of sums, as pliant.join takes it.")] = "",
+    gradients: Annotated[str, typer.Option("--gradients", help="Where they are kept, as pliant.join takes it.")] = "",
+    sync: Annotated[str, typer.Option("--sync", help="How sums travel, as pliant.join takes it.")] = "",
+    autocast: Annotated[bool, typer.Option("--autocast/--float32", help="Forward passes in bfloat16.")] = True,
+    old: Annotated[
+        Path | None, typer.Option("--old", metavar="DIR", help="packed: a checkout of version 0.1 to measure, too.")
+    ] = None,
+    traces: Annotated[Path | None, typer.Option("--traces", metavar="DIR", help="profile: keep the traces.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Training on one GPU beside plain PyTorch and DDP: time, memory, bits and changes of the workers."""
+    from pliant_repro.bench import gpu as bench
+    from pliant_repro.contest import split_words
+
+    same: dict[str, Any] = {
+        "device": device, "tiny": tiny, "replicas": replicas, "batch": batch, "size": size, "repeat": repeat,
+        "steps": steps, "order": order, "gradients": gradients, "sync": sync, "autocast": autocast,
+    }  # fmt: skip
+    options = bench.GpuOptions(
+        part=part, models=split_words(models), modes=split_words(modes), limit_s=limit, old=old, traces=traces, **same
+    )
+    args = {"part": part, "cells": options.cells, **same, "limit": limit, "old": str(old) if old else None}
+    _measure(bench.run, options, args, tables.show_gpu, json_file)
 
 
 def resize(

@@ -83,6 +83,15 @@ def show_train(result: Json) -> None:
     show_table(f"train {cast(Cell, result['args'])['model']}, one host", columns, rows)
 
 
+def show_gpu(result: Json) -> None:
+    args, device, table = (cast(Cell, result[key]) for key in ("args", "device", "table"))
+    title = f"{args['part']} on {device.get('name', args['device'])}, {cast(float, result['took_s']):.0f} s"
+    left = ("side", "change", "result", "sizes", "digest after the last step")
+    show_table(title, table["columns"], table["rows"], left)
+    for verdict in cast("list[Cell]", result["verdicts"]):
+        say(f"{'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}")
+
+
 def _show_pauses(title: str, rows: Iterable[tuple[str, object, object]]) -> None:
     """Print medians beside targets; a row is (name, numbers, target in seconds or None)."""
     shown = [

@@ -1,0 +1,121 @@
+"""What the worker processes of a training contest can tell about their training: digests, peak memory, and profiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pliant_repro.bench import trace_summary
+
+HASH_THREADS = 4
+
+
+def device_facts(device: str) -> dict[str, object]:
+    """Return the name and versions of the device, for the record."""
+    if device != "cuda":
+        return {"name": device, "torch": torch.__version__}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    properties = torch.cuda.get_device_properties(0)
+    return {"name": properties.name, "memory_bytes": properties.total_memory, **versions}
+
+
+# --- digests ---
+
+
+def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return the SHA-256 of all parameters and of the optimizer's tensors, in the order of the parameters."""
+    tensors: list[Tensor] = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        tensors += [parameter, *(value for _, value in sorted(state.items()) if isinstance(value, Tensor))]
+    return digest_tensors(tensors)
+
+
+def digest_buffers(model: nn.Module) -> str:
+    return digest_tensors(model.buffers())
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """Return the SHA-256 of the SHA-256 of each tensor's bytes. Several threads compute them."""
+
+    def digest(tensor: Tensor) -> bytes:
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(cast(Any, flat.numpy())).digest()
+
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        return hashlib.sha256(b"".join(threads.map(digest, tensors))).hexdigest()
+
+
+def digest_steps(loop: Any, count: int) -> dict[str, object]:
+    """Train `count` steps, and return digests after each: of parameters and optimizer, and of the buffers."""
+    states, buffers = [], []
+    for _ in range(count):
+        loop.step()
+        loop.subject.model.state_dict()  # waits for updates that are still under way
+        states.append(digest_state(loop.subject.model, loop.optimizer))
+        buffers.append(digest_buffers(loop.subject.model))
+    return {"states": states, "buffers": buffers, "losses": loop.take_losses()}
+
+
+# --- memory ---
+
+
+def peak_memory(loop: Any, count: int, *, cuda: bool) -> dict[str, object]:
+    """Train `count` steps, and return the peak of what was allocated: on the device, or by this process if there is none."""
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(count):
+        loop.step()
+    if cuda:
+        torch.cuda.synchronize()
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:
+        peak = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return {"peak_bytes": peak, "reserved_bytes": reserved, "gradient_bytes": loop.subject.num_bytes}
+
+
+# --- profiles ---
+
+
+def profile_steps(loop: Any, count: int, *, cuda: bool, save_as: str = "") -> dict[str, object]:
+    """Profile `count` steps twice: without Python's call stacks, which cost time themselves, and with them.
+
+    With `save_as`, keep the traces as SAVE_AS.light.json and SAVE_AS.python.json, in the format of chrome://tracing.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    found: dict[str, object] = {}
+    for kind, stacks in (("light", False), ("python", True)):
+        loop.step()
+        _wait(cuda)
+        with torch.profiler.profile(activities=activities, with_stack=stacks) as profiler:
+            begun_s = time.perf_counter()
+            for _ in range(count):
+                loop.step()
+            issued_s = time.perf_counter() - begun_s
+            _wait(cuda)
+            done_s = time.perf_counter() - begun_s
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(f"{save_as}.{kind}.json") if save_as else Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        times = {"step_s": done_s / count, "host_s": issued_s / count}
+        found[kind] = {**times, **trace_summary.summarise(events, count)}
+    return found
+
+
+def _wait(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
