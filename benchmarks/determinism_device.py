@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -101,6 +102,11 @@ def gpt(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Te
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     return model.to(device), step
+
+
+def build() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """For `pliant doctor benchmarks/determinism_device.py:build --device cuda`."""
+    return gpt(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 class PutInBackward(torch.autograd.Function):
@@ -267,6 +273,14 @@ class Checks:
         found = json.loads(lines[-1]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
         return found, done.stdout, done.stderr
 
+    def add_doctor(self) -> None:
+        """Run the command as a user does."""
+        run = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pliant.cli.main import main; main()"
+        argv = [sys.executable, "-c", run, str(ROOT), "doctor", f"{__file__}:build", "--device", self.device]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
+        ok = done.returncode == 0 and "ms strict" in done.stdout
+        self.add("pliant doctor of GPT-2", ok, said=done.stdout.splitlines()[-7:], errors=done.stderr[-300:])
+
     def add(self, what: str, ok: bool | None, **data: Any) -> None:
         self.rows.append({"what": what, "ok": ok, **data})
         print({True: "ok  ", False: "FAIL", None: "    "}[ok], what, json.dumps(data), flush=True)
@@ -317,6 +331,8 @@ def run_checks(device: str, compiled: bool) -> list[Json]:
     for kind in ("eager", "compiled") if compiled else ("eager",):
         found = checks.child("price", kind)[0]
         checks.add(f"price of determinism for GPT-2, {kind}", None if "failed" not in found else False, **found)
+    if importlib.util.find_spec("typer") is not None:
+        checks.add_doctor()
     return checks.rows
 
 
