@@ -71,6 +71,8 @@ class ElasticOptions:
     """Least time from one step to the next: the workers wait where a step is shorter."""
     max_restarts: int = 0
     """How many lost workers the runner replaces by itself."""
+    start_timeout_s: float = START_S
+    """How long the job may take to its first steps."""
     change_timeout_s: float = CHANGE_S
     """How long a change may take."""
 
@@ -192,7 +194,7 @@ class ElasticJob:
         Raises:
             LaunchError: the job ended, or the condition was not met in time.
         """
-        timeout_s = self.options.change_timeout_s if since else START_S
+        timeout_s = self.options.change_timeout_s if since else self.options.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
         assert self._runner is not None, "entered"
         with self._changed:

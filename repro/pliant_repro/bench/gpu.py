@@ -61,6 +61,8 @@ SLACK_BYTES = 32 << 20
 """Peak memory may be above its limit by this much: the allocator rounds, and the order of frees varies."""
 SEED = 1234
 START_S, TURN_S = 240.0, 300.0
+EXTRA_S = 20.0
+"""How long a part may go on when its time is over."""
 DEVICE_BYTES = 120e9
 """Device memory that the processes of one batch may need together."""
 NEEDED_BYTES = {"gpt2": 15e9, "resnet50": 8e9, "vit": 6e9}
@@ -92,7 +94,7 @@ class GpuOptions:
     """Rounds; in `live`, changes of each kind."""
     steps: int = 8
     """Steps of a turn; in `bits`, steps that are compared."""
-    limit_s: float = 450.0
+    limit_s: float = 420.0
     """Time in which the part is to end."""
     order: str = ""
     """Order of the sums, as an argument of `pliant.join`; empty means its default, and in `bits` that of DDP."""
@@ -175,6 +177,10 @@ class Clock:
     def left_s(self) -> float:
         return self._end_s - time.monotonic()
 
+    def bound(self, timeout_s: float) -> float:
+        """Return this time-out, or what is left of the part's time and a little more, if that is less."""
+        return max(5.0, min(timeout_s, self.left_s + EXTRA_S))
+
 
 def run(options: GpuOptions, args: Mapping[str, object], progress: Progress) -> Json:
     """Run one part, and return the result in the one form."""
@@ -207,13 +213,13 @@ def run(options: GpuOptions, args: Mapping[str, object], progress: Progress) -> 
 
 @contextlib.contextmanager
 def started(
-    tasks: Mapping[str, TrainingTask], progress: Progress, old: Path | None = None
+    tasks: Mapping[str, TrainingTask], progress: Progress, clock: Clock, old: Path | None = None
 ) -> Iterator[dict[str, Contender]]:
     """Start a contender for each task, and give those that started by their names. All are gone afterwards."""
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
         found = {name: cleanup.enter_context(_contender(name, task, folder, old)) for name, task in tasks.items()}
-        contest.start_all(found.values(), START_S, progress)
+        contest.start_all(found.values(), clock.bound(START_S), progress)
         yield found
 
 
@@ -228,12 +234,14 @@ def _contender(name: str, task: TrainingTask, folder: Path, old: Path | None) ->
     return placement.contender(name, PROGRAM, task.to_json(), strategy=strategy)
 
 
-def ask_all(contenders: Sequence[Contender], command: Mapping[str, object]) -> dict[str, list[contest.Answer]]:
+def ask_all(
+    contenders: Sequence[Contender], command: Mapping[str, object], clock: Clock
+) -> dict[str, list[contest.Answer]]:
     """Let all contenders carry out a command at the same time; those that fail are missing in the answer."""
 
     def ask(contender: Contender) -> list[contest.Answer] | None:
         try:
-            return contender.ask(command, TURN_S)
+            return contender.ask(command, clock.bound(TURN_S))
         except LaunchError:
             return None
 
@@ -306,11 +314,17 @@ def run_step(options: GpuOptions, progress: Progress) -> Part:
             f"plain_x{several}": options.task(model, mode, "plain", replicas=several),
             f"pliant_x{several}": options.task(model, mode, replicas=several),
         }
-        with started(tasks, progress) as contenders:
+        with started(tasks, progress, clock) as contenders:
             found.device = found.device or _device(contenders)
-            ask_all([*contenders.values()], {"do": "run", "iterations": 2})  # compiles all at the same time
+            ask_all([*contenders.values()], {"do": "run", "iterations": 2}, clock)  # compiles all at the same time
             limit_s = max(1.0, end_s - time.monotonic() - 5)
-            rules = Rules(rounds=options.repeat, iterations=options.steps, warmup=1, timeout_s=TURN_S, limit_s=limit_s)
+            rules = Rules(
+                rounds=options.repeat,
+                iterations=options.steps,
+                warmup=1,
+                timeout_s=clock.bound(TURN_S),
+                limit_s=limit_s,
+            )
             results = contest.hold(contenders.values(), rules, progress=_named(progress, f"{model} {mode}"))
         judge_step(found, model, mode, several, results)
     return found
@@ -355,15 +369,16 @@ def run_memory(options: GpuOptions, progress: Progress) -> Part:
     """Measure the peak memory of one worker with more and more replicas."""
     found = Part(columns=("network", "N", "bare MB", "ours MB", "limit MB", "gradients=host MB"))
     sides = ["plain", "pliant", *(["host"] if "gradients" in join_options() else [])]
+    clock = Clock(options.limit_s, len(options.cells))
     for model, mode in options.cells:
         peaks: dict[tuple[str, int], Json] = {}
         wanted = [(side, count) for count in REPLICA_COUNTS for side in sides]
         for batch in in_batches(wanted, [process_bytes(model, options)] * len(wanted), [1] * len(wanted)):
             tasks = {f"{side}_{count}": _memory_task(options, model, mode, side, count) for side, count in batch}
-            with started(tasks, progress) as contenders:
+            with started(tasks, progress, clock) as contenders:
                 found.device = found.device or _device(contenders)
-                ask_all([*contenders.values()], {"do": "run", "iterations": 1})
-                answers = ask_all([*contenders.values()], {"do": "memory", "iterations": 3})
+                ask_all([*contenders.values()], {"do": "run", "iterations": 1}, clock)
+                answers = ask_all([*contenders.values()], {"do": "memory", "iterations": 3}, clock)
                 found.remarks += [each.failure for each in contenders.values() if each.failure]
             for side, count in batch:
                 if (answer := answers.get(f"{side}_{count}")) is not None:
@@ -503,9 +518,9 @@ def run_bits(options: GpuOptions, progress: Progress) -> Part:
             )
             for group in batch
         }
-        with started(tasks, lambda what, fraction: None) as contenders:
+        with started(tasks, lambda what, fraction: None, clock) as contenders:
             found.device = found.device or _device(contenders)
-            answers = ask_all([*contenders.values()], {"do": "digests", "iterations": options.steps})
+            answers = ask_all([*contenders.values()], {"do": "digests", "iterations": options.steps}, clock)
             failures |= {group: contenders[group.name].failure for group in batch}
         for group in batch:
             if group.name in answers:
@@ -515,7 +530,7 @@ def run_bits(options: GpuOptions, progress: Progress) -> Part:
         judge_bits(found, [group for group in groups if (group.model, group.mode) == (model, mode)], digests, order)
     found.remarks += [f"{group.shown}, {group.model} {group.mode}: {why}" for group, why in failures.items() if why]
     if options.device == "cuda":
-        judge_refusal(found, options)
+        judge_refusal(found, options, clock)
     return found
 
 
@@ -579,11 +594,11 @@ def nondeterministic() -> tuple[Any, Any]:
 REFUSED = "reflection_pad2d_backward"
 
 
-def judge_refusal(found: Part, options: GpuOptions) -> None:
+def judge_refusal(found: Part, options: GpuOptions, clock: Clock) -> None:
     """Add the verdict on a program with an operator that has no deterministic kernel: it is to be refused by name."""
     task = replace(options.task("gpt2", "eager"), model=f"{__name__}:nondeterministic", optimizer="sgd", autocast=False)
-    with started({"refused": task}, lambda what, fraction: None) as contenders:
-        ask_all([contenders["refused"]], {"do": "run", "iterations": 1})
+    with started({"refused": task}, lambda what, fraction: None, clock) as contenders:
+        ask_all([contenders["refused"]], {"do": "run", "iterations": 1}, clock)
         said = contenders["refused"].failure
     found.cells.append({"refusal": said})
     found.judge(REFUSED in said, f"a program with {REFUSED} is refused: {said[:300] or 'it was not'}")
@@ -604,11 +619,15 @@ def run_packed(options: GpuOptions, progress: Progress) -> Part:
             tasks = {
                 side: options.task(model, mode, side, num_workers=count, replicas=options.replicas) for side in sides
             }
-            with started(tasks, progress, options.old) as contenders:
+            with started(tasks, progress, clock, options.old) as contenders:
                 found.device = found.device or _device(contenders)
                 limit_s = max(1.0, end_s - time.monotonic() - 5)
                 rules = Rules(
-                    rounds=options.repeat, iterations=options.steps, warmup=1, timeout_s=TURN_S, limit_s=limit_s
+                    rounds=options.repeat,
+                    iterations=options.steps,
+                    warmup=1,
+                    timeout_s=clock.bound(TURN_S),
+                    limit_s=limit_s,
                 )
                 results = contest.hold(contenders.values(), rules, progress=_named(progress, f"{model} {count}"))
             judge_packed(found, model, mode, count, results)
@@ -639,6 +658,7 @@ def run_profile(options: GpuOptions, progress: Progress) -> Part:
     """Profile plain PyTorch, free and with deterministic kernels, and ours with one and with several replicas."""
     columns = ("network", "side", "step ms", "host ms", "busy ms", "idle ms", "kernels", "copies ms", "pliant's own ms")
     found = Part(columns=columns)
+    clock = Clock(options.limit_s, len(options.cells))
     for model, mode in options.cells:
         several = options.replicas
         tasks = {
@@ -648,14 +668,14 @@ def run_profile(options: GpuOptions, progress: Progress) -> Part:
             f"plain_x{several}": options.task(model, mode, "plain", replicas=several),
             f"pliant_x{several}": options.task(model, mode, replicas=several),
         }
-        with started(tasks, progress) as contenders:
+        with started(tasks, progress, clock) as contenders:
             found.device = found.device or _device(contenders)
-            ask_all([*contenders.values()], {"do": "run", "iterations": 3})
+            ask_all([*contenders.values()], {"do": "run", "iterations": 3}, clock)
             for number, (side, contender) in enumerate(contenders.items()):  # one at a time: the device is shared
                 progress(f"{model} {mode}: {side}", number / len(contenders))
                 save_as = str(options.traces / f"{model}_{mode}_{side}") if options.traces is not None else ""
                 command = {"do": "profile", "iterations": min(options.steps, PROFILED_STEPS), "save_as": save_as}
-                answer = ask_all([contender], command).get(side)
+                answer = ask_all([contender], command, clock).get(side)
                 if answer is None:
                     found.remarks.append(contender.failure)
                     found.judge(False, contender.failure)

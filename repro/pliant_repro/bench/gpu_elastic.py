@@ -15,7 +15,7 @@ from typing import cast
 from pliant.errors import LaunchError
 from pliant.machine import Json
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, summarise
-from pliant_repro.bench.gpu import SEED, TURN_S, Clock, GpuOptions, Part, in_batches, process_bytes, started
+from pliant_repro.bench.gpu import SEED, START_S, TURN_S, Clock, GpuOptions, Part, in_batches, process_bytes, started
 from pliant_repro.contest import Contender, Progress, quantile
 
 AFTER = 20
@@ -25,7 +25,7 @@ GAP_EXTRA_S = {"cpu": 0.02, "cuda": 0.15}
 """The longest gap around a change: at most GAP_FACTOR times the slower median step, and this much more."""
 KILL_S = 1.0
 """kill -9 to the end of the next step: at most this, and one step."""
-CHANGE_S = 150.0
+CHANGE_S = 90.0
 BIG, SMALL = 2, 1
 """Numbers of workers between which `live` changes."""
 STEADY = 3
@@ -36,13 +36,14 @@ PACE_S = {"cpu": 0.1, "cuda": 0.5}
 """Least time of a step of `changes`, so that not too many steps have to be repeated for the comparison."""
 
 
-def elastic_options(options: GpuOptions, model: str, mode: str, **more: object) -> ElasticOptions:
+def elastic_options(options: GpuOptions, model: str, mode: str, clock: Clock, **more: object) -> ElasticOptions:
     """Return the options of a job that trains what the contenders of the other parts train."""
     task = options.task(model, mode)
     return ElasticOptions(**{  # type: ignore[arg-type]
         "num_workers": BIG, "small": SMALL, "model": task.model, "batch": task.batch, "size": task.size,
         "replicas": options.replicas, "device": task.device, "autocast": task.autocast, "compiled": task.compiled,
-        "join": task.join, "max_restarts": 100, "change_timeout_s": CHANGE_S, **more,
+        "join": task.join, "max_restarts": 100, "start_timeout_s": clock.bound(START_S),
+        "change_timeout_s": clock.bound(CHANGE_S), **more,
     })  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def run_live(options: GpuOptions, progress: Progress) -> Part:
         end_s = clock.next_cell()
         events: list[Event] = []
         failure = ""
-        with ElasticJob(elastic_options(options, model, mode)) as job:
+        with ElasticJob(elastic_options(options, model, mode, clock)) as job:
             try:
                 change_repeatedly(job, events, options.repeat, end_s, progress, f"{model} {mode}")
             except LaunchError as error:
@@ -270,18 +271,24 @@ def run_changes(options: GpuOptions, progress: Progress) -> Part:
     cells = options.cells
     needed = [process_bytes(model, options) for model, _ in cells]
     batches = in_batches(cells, needed, [4] * len(cells))
+    clock = Clock(options.limit_s, len(batches))
     for number, batch in enumerate(batches):
+        if clock.left_s < 60:
+            found.judge(False, f"no time was left for {batch}")
+            continue
         progress(", ".join(f"{model} {mode}" for model, mode in batch), number / len(batches))
         with ThreadPoolExecutor(len(batch)) as threads:
-            runs = [threads.submit(compare_changes, options, model, mode) for model, mode in batch]
+            runs = [threads.submit(compare_changes, options, model, mode, clock) for model, mode in batch]
         for (model, mode), run in zip(batch, runs, strict=True):
             judge_changes(found, model, mode, *run.result())
     return found
 
 
-def compare_changes(options: GpuOptions, model: str, mode: str) -> tuple[list[StepBegun], list[tuple[str, str]], str]:
+def compare_changes(
+    options: GpuOptions, model: str, mode: str, clock: Clock
+) -> tuple[list[StepBegun], list[tuple[str, str]], str]:
     """Return the reports of a job that went through changes, the digests of a fixed one, and why one of them failed."""
-    chosen = elastic_options(options, model, mode, digests=True, seed=SEED, least_step_s=PACE_S[options.device])
+    chosen = elastic_options(options, model, mode, clock, digests=True, seed=SEED, least_step_s=PACE_S[options.device])
     task = options.task(model, mode, replicas=options.replicas, seed=SEED)
     failure = ""
     last = math.inf  # until it is known how many steps the job has done
@@ -289,12 +296,12 @@ def compare_changes(options: GpuOptions, model: str, mode: str) -> tuple[list[St
     def train_fixed(contender: Contender) -> list[tuple[str, str]]:
         digests: list[tuple[str, str]] = []
         while len(digests) < last:
-            answer = contender.ask({"do": "digests", "iterations": FIXED_STEPS}, TURN_S)[0]
+            answer = contender.ask({"do": "digests", "iterations": FIXED_STEPS}, clock.bound(TURN_S))[0]
             states, buffers = (cast("list[str]", answer[key]) for key in ("states", "buffers"))
             digests += zip(states, buffers, strict=True)
         return digests
 
-    with started({"fixed": task}, lambda what, fraction: None) as contenders, ThreadPoolExecutor(1) as threads:
+    with started({"fixed": task}, lambda what, fraction: None, clock) as contenders, ThreadPoolExecutor(1) as threads:
         fixed = threads.submit(train_fixed, contenders["fixed"])
         try:
             with ElasticJob(chosen) as job:

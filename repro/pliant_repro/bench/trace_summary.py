@@ -17,7 +17,7 @@ TOP = 15
 """Length of each list."""
 LONG_GAP_US = 20.0
 IO_LOOP = (": _run", ": _poll")
-"""Functions of pliant that only its I/O thread is in."""
+"""Functions of pliant that only its background threads are in."""
 
 
 def summarise(events: Iterable[Event], steps: int) -> dict[str, object]:
@@ -60,7 +60,7 @@ def is_ours(name: str) -> bool:
 
 
 def without_waiting_threads(host: Sequence[Event]) -> list[Event]:
-    """Return the events without those of pliant's I/O thread, which waits for messages nearly all the time."""
+    """Return the events without those of pliant's background threads, which wait for messages nearly all the time."""
     waiting = {_thread(each) for each in host if str(each["name"]).endswith(IO_LOOP) and is_ours(str(each["name"]))}
     return [each for each in host if _thread(each) not in waiting]
 

@@ -191,7 +191,7 @@ def gpu(
     size: Size = 0,
     repeat: Annotated[int, typer.Option("--repeat", help="Rounds, or changes of each kind; fewer at the limit.")] = 12,
     steps: Annotated[int, typer.Option("--steps", help="Steps of a turn, or steps to compare.")] = 8,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part is to end.")] = 450.0,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part is to end.")] = 420.0,
     order: Annotated[str, typer.Option("--order", help="Order of sums, as pliant.join takes it.")] = "",
     gradients: Annotated[str, typer.Option("--gradients", help="Where they are kept, as pliant.join takes it.")] = "",
     sync: Annotated[str, typer.Option("--sync", help="How sums travel, as pliant.join takes it.")] = "",
