@@ -11,7 +11,8 @@ from pliant_repro.cli import bench, demo, lab, reproduce
 
 
 def main() -> int:
-    app = typer.Typer(name="pliant", no_args_is_help=True, pretty_exceptions_enable=False)
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(name="pliant", no_args_is_help=True, pretty_exceptions_enable=False, context_settings=settings)
     for each in (bench, demo, lab, reproduce):
         each.register(app)
     try:
