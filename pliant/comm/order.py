@@ -70,6 +70,30 @@ def chunks_between(begin: int, end: int, length: int) -> list[tuple[int, int, in
     return pieces
 
 
+# --- the tree ---
+
+
+def tree_split(count: int) -> int:
+    """Return the size of the left subtree of a tree over `count` replicas: the largest power of two below it."""
+    return 1 << (count - 1).bit_length() - 1
+
+
+def subtrees(begin: int, end: int, num_replicas: int) -> list[range]:
+    """Return the largest subtrees of the tree over all replicas that lie within the block [begin, end), in order."""
+    found: list[range] = []
+
+    def visit(low: int, high: int) -> None:
+        if begin <= low and high <= end:
+            found.append(range(low, high))
+        elif low < end and begin < high:
+            middle = low + tree_split(high - low)
+            visit(low, middle)
+            visit(middle, high)
+
+    visit(0, num_replicas)
+    return found
+
+
 # --- folds ---
 
 
