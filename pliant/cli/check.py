@@ -61,6 +61,8 @@ ADVICE = {
     "the time, job.rank. In that loop use only its batch, the model and step.replica; count after it, or in job.state",
     "seed": "two runs on 1 worker differ, too, so the program does not repeat itself: seed all generators that it uses before "
     "the model is built (torch, random, numpy), and do not let it depend on the time or on files of its last run",
+    "allowed": "two runs on 1 worker differ, too, and the job allows operators without a deterministic kernel: replace them, or "
+    "accept that bits are not promised",
     "newcomer": "a new worker lacks something that the others have: keep it in job.state, or give it to job.track",
 }
 
@@ -280,6 +282,10 @@ def check(
     determinism: Annotated[
         str, option("--determinism", "D0|D1|D2", "As for `pliant run`.", completion.one_of("D0", "D1", "D2"))
     ] = "",
+    allow: Annotated[
+        list[str] | None,
+        option("--allow", "OPERATOR", "As for `pliant run`; repeatable.", show_default=False),
+    ] = None,
     timeout: Annotated[str, option("--timeout", "TIME", "Time for each run.")] = "10m",
     json_file: Annotated[
         Path | None, option("--json", "FILE", "Write the result as one JSON object; -: to stdout.", show_default=False)
@@ -299,7 +305,7 @@ def check(
     find_command(program)
     parse_duration(timeout, "--timeout")
     check_writable(json_file)
-    flags = ["--determinism", determinism] if determinism else []
+    flags = [*(["--determinism", determinism] if determinism else []), *(f"--allow={each}" for each in allow or ())]
     with TemporaryDirectory(prefix="pliant-check-") as folder, exit_on_sigterm():
         report = _check(program, count, sizes, timeout, flags, Path(folder))
     save_json(report, json_file)
@@ -339,14 +345,15 @@ def _check(
             )
         planned += [RunShape(size) for size in sizes if size > 1] if sizes else placements(replicas)
         difference = None
+        allowed = (reference.facts or {}).get("not_promised", [])
         for placement in planned[1:]:
             difference = first_difference(reference, checker.run(placement))
             if difference is None:
                 continue
-            if not difference.values:
+            if not difference.values or allowed:
                 planned.append(RunShape(1, is_repeated=True))
                 if first_difference(reference, checker.run(planned[-1])) is not None:
-                    difference = replace(difference, advice=ADVICE["seed"])
+                    difference = replace(difference, advice=ADVICE["allowed" if allowed else "seed"])
             break
     report: dict[str, Any] = {
         "ok": difference is None,
@@ -354,6 +361,7 @@ def _check(
         "steps": reference.num_steps,
         "parts": len(reference.steps[0]),
         "placements": [str(each) for each in planned],
+        "not_promised": allowed,
     }
     if difference is None:
         return {**report, "text": describe_success(report, planned)}
@@ -383,7 +391,13 @@ def describe_success(report: Mapping[str, Any], planned: Sequence[RunShape]) -> 
         )
     listed = f"{', '.join(counts[:-1])} and {counts[-1]}"
     newcomer = ", and with a newcomer in the middle" if any(each.grow_to for each in planned) else ""
-    return f"the same bits on {listed} workers{newcomer}: {report['steps']} steps, {report['parts']} parts of the state"
+    text = f"the same bits on {listed} workers{newcomer}: {report['steps']} steps, {report['parts']} parts of the state"
+    allowed = ", ".join(report["not_promised"])
+    return (
+        f"{text}\nbits not promised: {allowed} (allowed without a deterministic kernel); another run may differ"
+        if allowed
+        else text
+    )
 
 
 def describe(difference: StepDifference) -> str:

@@ -25,7 +25,7 @@ from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
 TEXTS = frozenset({
-    "kind", "name", "program", "args", "command", "devices", "determinism", "verify", "env", "hosts", "policy", "monitor", "flags",
+    "kind", "name", "program", "args", "command", "devices", "determinism", "allow", "verify", "env", "hosts", "policy", "monitor", "flags",
 })  # fmt: skip
 """Keys of a train job whose scalars are taken as they are written: YAML would make 8 of 010, and False of no."""
 PATHS = ("checkpoint_dir", "record", "logdir")
@@ -67,6 +67,8 @@ class TrainJob(BaseModel):
     """Whether the job may have several device types at a time."""
     determinism: Literal["", "D0", "D1", "D2"] = ""
     """Determinism level; empty: what the program says."""
+    allow: Texts = ()
+    """Operators that may run without a deterministic kernel, besides those that the program allows."""
     verify: str = ""
     """Steps between two comparisons of the workers' states, or off; empty: what the program says."""
     priority: int = 0
@@ -114,7 +116,7 @@ class TrainJob(BaseModel):
             raise ValueError(str(error).removeprefix("verify ")) from None  # the key is named by whoever reports it
         return verify
 
-    @field_validator("args", "policy", "flags")
+    @field_validator("args", "allow", "policy", "flags")
     @classmethod
     def _check_words(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         if bad := [word for word in words if "\0" in word]:
@@ -164,7 +166,8 @@ class TrainJob(BaseModel):
             "--record": self.record, "--logdir": self.logdir,
         }  # fmt: skip
         words = [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]
-        return [*words, *(word for policy in self.policy for word in ("--policy", policy)), *self.flags]
+        listed = (("--allow", self.allow), ("--policy", self.policy))
+        return [*words, *(word for flag, values in listed for each in values for word in (flag, each)), *self.flags]
 
 
 JobSpec = TrainJob | FederatedJob

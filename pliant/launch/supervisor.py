@@ -48,6 +48,8 @@ def describe_exit(code: int) -> str:
         return f"a mistake in the program (exit code {code})"
     if code == LOST_PEER_EXIT:
         return f"it has lost another worker (exit code {code})"
+    if code == 128 + signal.SIGTERM:
+        return f"ended by SIGTERM (exit code {code})"
     if code >= 0:
         return f"exit code {code}"
     try:

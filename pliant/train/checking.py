@@ -42,7 +42,11 @@ class StepDigests:
         self._wait_for_sums, self._finish = trainer.wait_for_sums, finish
         self._file = Path(settings.folder, f"{worker}.jsonl".replace(":", "-"))
         if job.is_first:
-            facts = {"replicas": replicas, "averaging": trainer.averaging is not None}
+            facts = {
+                "replicas": replicas,
+                "averaging": trainer.averaging is not None,
+                "not_promised": trainer.adaptation.not_promised,
+            }
             self._write({**facts, "digests": digests_of(self._parts())})
 
     def _write(self, line: Mapping[str, object]) -> None:

@@ -254,15 +254,19 @@ def cublas_workspace(asked: str | None, *, cuda_in_use: bool) -> str:
     if asked in CUBLAS_WORKSPACES:
         return asked
     remedy = (
-        f"start the program with `pliant run`, which sets {CUBLAS_CONFIG}, or set it to {CUBLAS_WORKSPACES[0]} before the "
-        "program uses the GPU"
+        f"start the program with `pliant run`, which sets {CUBLAS_CONFIG}, or put "
+        f'os.environ["{CUBLAS_CONFIG}"] = "{CUBLAS_WORKSPACES[0]}" above `import torch`'
     )
     if asked:
         raise ConfigError(
             f"{CUBLAS_CONFIG}={asked}: matrix products have no fixed order with it; unset it, and {remedy}"
         )
     if cuda_in_use:
-        raise ConfigError(f"{CUBLAS_CONFIG} is not set, and the program has used the GPU before pliant.join: {remedy}")
+        raise ConfigError(
+            f"{CUBLAS_CONFIG} is not set, and the program has used the GPU before pliant.join, so that matrix products may have "
+            f"no fixed order: call pliant.join before the first tensor or model goes to the GPU, or {remedy}. "
+            'determinism="D0" trains without it'
+        )
     return CUBLAS_WORKSPACES[0]
 
 

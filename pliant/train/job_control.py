@@ -59,10 +59,14 @@ class WorkerRequests:
 
     def _leave(self, signum: int, frame: object) -> None:
         """Leave the job at the next step's boundary. Exit at once if the job has not begun, or if it is being left
-        already."""
+        already.
+
+        Who exits at once has not left in good order, so its exit code is that of a process which SIGTERM has killed: the
+        others are told of a loss. It is replaced unless its request to leave has arrived before.
+        """
         if not self._has_state() or self._is_leaving:
             self.exits_at_once = True
-            sys.exit(0)
+            sys.exit(128 + signum)
         self._is_leaving = True
         self._member.leave()
 

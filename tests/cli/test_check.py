@@ -47,6 +47,9 @@ for epoch in job.epochs(3):
             counted += 1
             if "wrong" in sys.argv and counted > 7:
                 optimizer.param_groups[0]["lr"] = 0.1 / counted
+            if "put" in sys.argv:  # refused unless it is allowed
+                torch.use_deterministic_algorithms(True)
+                x = x.clone().put_(torch.tensor([0]), torch.ones(1), accumulate=False)
             nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,12 +65,16 @@ def run_check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_good_program_has_the_same_bits_everywhere(tmp_path: Path) -> None:
-    ended = run_check(tmp_path, "--steps", "5", "--json", "found.json", "train.py", "2", "--json")
+    words = ("--steps", "5", "--allow", "put_", "--allow", "median", "--json", "found.json")
+    ended = run_check(tmp_path, *words, "train.py", "2", "put", "--json")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("the same bits on 1 and 2 workers, and with a newcomer in the middle: 5 steps, ")
+    same, allowed = ended.stdout.splitlines()
+    assert same.startswith("the same bits on 1 and 2 workers, and with a newcomer in the middle: 5 steps, ")
+    assert allowed.startswith("bits not promised: median, put_ (allowed without a deterministic kernel)")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"]
     assert (found["replicas"], found["steps"]) == (2, 5)
+    assert found["not_promised"] == ["median", "put_"]
     assert found["placements"] == ["1 worker", "2 workers", "1 worker and a newcomer"]
 
 
@@ -199,3 +206,20 @@ def test_settings_reach_the_workers() -> None:
     assert (read.check, read.verify) == (settings, 0)
     plain = worker_spec(replace(spec, check=None, verify=None).to_environ())
     assert (plain.check, plain.verify) == (None, None)
+
+
+@pytest.mark.parametrize(("allowed", "advice"), [([], "seed"), (["put_"], "allowed")])
+def test_a_program_that_does_not_repeat_itself_is_told_what_it_may_be(
+    allowed: list[str], advice: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each run has other bits; the last one is that on one worker again."""
+
+    def run(_: ProgramChecker, placement: RunShape) -> CheckedRun:
+        outcome = an_outcome(placement, {"w": f"sha256:{placement}"})
+        outcome.facts = {"replicas": 3, "averaging": False, "not_promised": allowed}
+        return outcome
+
+    monkeypatch.setattr(ProgramChecker, "run", run)
+    report = check._check(["train.py"], 5, [3], "1m", (), tmp_path)
+    assert (report["ok"], report["placements"][-1], report["not_promised"]) == (False, "1 worker again", allowed)
+    assert report["text"].endswith(f"look here: {ADVICE[advice]}")

@@ -244,14 +244,14 @@ def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
 def test_what_pliant_run_is_asked_for_becomes_its_flags(tmp_path: Path) -> None:
     text = (
         "program: train.py\nreplicas: 4\nworkers: 2\nhosts: a:2,b:2\ncheckpoint_dir: kept\nrecord: run.jsonl\n"
-        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nverify: off\nflags: [--tensorboard, runs]\n"
+        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nallow: [put_, median]\nverify: off\nflags: [--tensorboard, runs]\n"
     )
     job = read(tmp_path, text).job
     assert isinstance(job, TrainJob)
     assert job.run_flags() == [
         "--determinism", "D1", "--verify", "off", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50",
         "--monitor", "variance=10",
-        "--record", f"{tmp_path}/run.jsonl", "--policy", "priority", "--policy", "noise:x=1", "--tensorboard", "runs",
+        "--record", f"{tmp_path}/run.jsonl", "--allow", "put_", "--allow", "median", "--policy", "priority", "--policy", "noise:x=1", "--tensorboard", "runs",
     ]  # fmt: skip
     assert (job.workers, job.hosts) == (2, "a:2,b:2")
     assert read(tmp_path, "program: train.py\nreplicas: 4\n").job.run_flags() == []

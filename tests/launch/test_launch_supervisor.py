@@ -172,6 +172,7 @@ def test_a_worker_that_cannot_be_started_fails_the_job() -> None:
     ("code", "shell", "text"),
     [
         (3, 3, "exit code 3"),
+        (143, 143, "ended by SIGTERM (exit code 143)"),
         (-11, 139, "killed by SIGSEGV"),
         (-9, 137, "killed by SIGKILL (out of memory?"),
         (-70, 198, "killed by signal 70"),
@@ -536,6 +537,20 @@ def test_a_new_member_that_a_loss_has_put_off_is_not_held_for_lost() -> None:
     arrive(made, view(4, A), 61)
     assert react(made, Tick(), 99, TerminateWorker) == [TerminateWorker(B)]
     assert react(made, Exited(B, -15), 99, ReportLoss, RequestReplacement) == [], "a request has removed it"
+
+
+def test_one_that_sigterm_has_ended_at_once_is_replaced_unless_it_has_left() -> None:
+    made = training(A, B)
+    actions = made.handle(Exited(B, 143), 20)
+    assert kinds(actions, ReportLoss, RequestReplacement) == [
+        ReportLoss(B, "ended by SIGTERM (exit code 143)"),
+        RequestReplacement(),
+    ]
+    made = training(A, B)
+    arrive(made, view(2, A), 20)  # its first SIGTERM: it has asked to leave
+    assert react(made, Exited(B, 143), 21, ReportLoss, RequestReplacement) == [
+        ReportLoss(B, "ended by SIGTERM (exit code 143)")
+    ]
 
 
 def test_a_crash_of_one_that_was_told_to_leave_is_not_replaced() -> None:

@@ -124,8 +124,15 @@ def test_the_workspace_of_cublas_is_set_before_cuda_is_used_or_not_at_all() -> N
     assert cublas_workspace(None, cuda_in_use=False) == cublas_workspace("", cuda_in_use=False) == ":4096:8"
     for given in (":4096:8", ":16:8"):
         assert cublas_workspace(given, cuda_in_use=True) == given
-    with pytest.raises(ConfigError, match=r"used the GPU before pliant\.join: start the program with `pliant run`"):
+    with pytest.raises(ConfigError, match=r"used the GPU before pliant\.join") as too_late:
         cublas_workspace(None, cuda_in_use=True)
+    for remedy in (
+        "`pliant run`",
+        'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"',
+        "call pliant.join before",
+        "D0",
+    ):
+        assert remedy in str(too_late.value)
     with pytest.raises(ConfigError, match=r"CONFIG=:0:0: .*unset it"):
         cublas_workspace(":0:0", cuda_in_use=False)
 

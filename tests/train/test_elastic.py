@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gang import FULL
@@ -17,6 +18,7 @@ from subject import Task, compare, history
 
 from pliant.cluster import Worker
 from pliant.errors import REFUSED_EXIT
+from pliant.train.job_control import WorkerRequests
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -77,6 +79,22 @@ def test_a_worker_with_a_notice_leaves_after_its_step(tmp_path: Path) -> None:
         _check(stage, EPOCHS)
         steps = [len(history([stage.actor(worker).journal]).commits) for worker in (first, second, third)]
         assert steps[0] < steps[1] == steps[2] == EPOCHS * STEPS_PER_EPOCH
+
+
+def test_a_second_notice_ends_a_worker_at_once_with_the_code_of_its_signal() -> None:
+    """Its runner must not take it for one that has finished."""
+    left, has_state = [], True
+    member = SimpleNamespace(leave=lambda: left.append("asked"))
+    requests = WorkerRequests(member, {}, lambda: has_state, print)  # type: ignore[arg-type]
+    requests._leave(signal.SIGTERM, None)
+    assert (left, requests.exits_at_once) == (["asked"], False)
+    with pytest.raises(SystemExit) as again:
+        requests._leave(signal.SIGTERM, None)
+    assert (left, requests.exits_at_once, again.value.code) == (["asked"], True, 143)
+    has_state = False
+    with pytest.raises(SystemExit) as early:
+        WorkerRequests(member, {}, lambda: has_state, print)._leave(signal.SIGTERM, None)  # type: ignore[arg-type]
+    assert (left, early.value.code) == (["asked"], 143)
 
 
 def test_a_cleared_job_ends_well(tmp_path: Path) -> None:
