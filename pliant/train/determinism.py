@@ -146,7 +146,8 @@ def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
         return []
     pinned = _pins_in_force() if level == "D2" else []
     cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if device.type == "cuda" or (torch.version.cuda and not cuda_in_use and not os.environ.get(CUBLAS_CONFIG)):
+    is_early = torch.version.cuda and not cuda_in_use and not os.environ.get(CUBLAS_CONFIG)
+    if (device.type == "cuda" or is_early) and not _is_cublas_checked:
         # Set as early as possible: cuBLAS reads it when the first handle is made.
         os.environ[CUBLAS_CONFIG] = cublas_workspace(os.environ.get(CUBLAS_CONFIG), cuda_in_use=cuda_in_use)
     torch.backends.cudnn.benchmark = False
@@ -278,11 +279,43 @@ def set_strict() -> None:
     torch.backends.cudnn.deterministic = True
 
 
+_FIXED_WORKSPACES = "torch's"
+"""Said of cuBLAS where torch gives it a workspace of one size for each stream, and the variable is no longer needed."""
+_is_cublas_checked = False
+
+
+def free_cublas_of_its_variable() -> None:
+    """Let torch see the variable of cuBLAS once, and then remove it from this process.
+
+    torch asks for it in the first matrix product and remembers the answer. It gives cuBLAS a fixed workspace for each
+    stream in any case, which is what the order of sums needs. But while the variable is set, torch takes its text apart in
+    every product, which takes longer than launching the kernel. Must be called in strict mode.
+    """
+    global _is_cublas_checked
+    config = os.environ.get(CUBLAS_CONFIG)
+    if _is_cublas_checked or config != CUBLAS_WORKSPACES[0]:  # the other one is a wish for small workspaces
+        return
+    one = torch.ones(1, 1, device="cuda")
+    torch.mm(one, one)
+    del os.environ[CUBLAS_CONFIG]
+    try:
+        torch.mm(one, one)
+    except RuntimeError:  # this torch asks each time
+        os.environ[CUBLAS_CONFIG] = config
+        return
+    torch._C._cuda_clearCublasWorkspaces()  # those of the size that the variable asked for
+    _is_cublas_checked = True
+
+
+def cublas_in_force() -> str | None:
+    """Return what fixes the workspaces of cuBLAS; None if nothing does."""
+    return _FIXED_WORKSPACES if _is_cublas_checked else os.environ.get(CUBLAS_CONFIG)
+
+
 def _pin_cuda(level: Level) -> list[str]:
     set_strict()
-    pinned = ["deterministic algorithms", "cudnn.deterministic"]
-    if CUBLAS_CONFIG in os.environ:
-        pinned.append(f"{CUBLAS_CONFIG}={os.environ[CUBLAS_CONFIG]}")
+    free_cublas_of_its_variable()
+    pinned = ["deterministic algorithms", "cudnn.deterministic", f"cuBLAS workspaces {cublas_in_force()}"]
     if level == "D2":
         for part in _FP32_PARTS.values():
             part.fp32_precision = "ieee"
@@ -326,7 +359,7 @@ def settings() -> dict[str, str]:
         "attention.reduction": attention.fp16_bf16_reduction_math_sdp_allowed(),
         "blas": str(torch._C._get_blas_preferred_backend()).rpartition(".")[2],
         "linalg": str(torch._C._get_linalg_preferred_backend()).rpartition(".")[2],
-        "cublas": os.environ.get(CUBLAS_CONFIG),
+        "cublas": cublas_in_force(),
         "cublaslt": os.environ.get("CUBLASLT_WORKSPACE_SIZE"),
     }
     shown = {True: "on", False: "off", None: "default"}

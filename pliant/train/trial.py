@@ -125,6 +125,8 @@ def _mode(is_strict: bool) -> Iterator[None]:
     try:
         if is_strict:
             determinism.set_strict()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                determinism.free_cublas_of_its_variable()
         else:
             torch.use_deterministic_algorithms(False)
             cudnn.deterministic = False
