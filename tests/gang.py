@@ -225,7 +225,7 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
 
 
 @contextlib.contextmanager
-def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iterator[Engine]:
+def joined(spec: WorkerSpec, *, order: Any = "ddp", **mesh: Any) -> Iterator[Engine]:
     """In a worker: yield the connected engine of `spec`; `mesh` are further fields of MeshConfig."""
     from pliant.comm.engine import EngineConfig
     from pliant.comm.mesh import MeshConfig
@@ -235,7 +235,7 @@ def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iter
     config = EngineConfig(
         strategy=Strategy(spec.strategy),
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
-        determinism=determinism,
+        order=order,
         collective_timeout_s=60,
     )
     settings = MeshConfig(**{"secret": spec.secret, "join_timeout_s": 30.0, "listen_fd": spec.listen_fd, **mesh})

@@ -274,9 +274,8 @@ def _undefined(number: int) -> CommError:
 
 
 def _describe(spec: Spec) -> str:
-    order = "exact" if spec.exact else "fast"
     slices = f", {len(spec.portion.lanes)} slices" if spec.portion is not None else ""
-    return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {order}, root {spec.root}, parts {spec.parts or 1}{slices})"
+    return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {spec.order}, root {spec.root}, parts {spec.parts or 1}{slices})"
 
 
 class Collectives:

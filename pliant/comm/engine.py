@@ -10,13 +10,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
 from pliant.comm.operations import Operation, RegisteredSpec
+from pliant.comm.order import ORDERS, Order
 from pliant.comm.plan import INTERNAL, Portion, StrategyHistory, highest_counts, local_ranks, pack_counts
 from pliant.comm.reactor import ReactorCall
 from pliant.comm.submission import Array, Submitter, TensorBinder, as_tensor, finish_in_place, without_result
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from pliant.comm.peers import OnPong
     from pliant.comm.transport import Transport
 
-Determinism = Literal["exact", "fast"]
-
 AUTO = Strategy("AUTO")
 
 
@@ -39,8 +38,9 @@ AUTO = Strategy("AUTO")
 class EngineConfig:
     """Settings of an engine, equal on all ranks except for the timeouts."""
 
-    determinism: Determinism = "exact"
-    """`exact`: the bits of torch's all_reduce on gloo, on any topology. `fast`: the topology's own fixed order."""
+    order: Order = "ddp"
+    """How values are added. `ddp`: the bits of torch's all_reduce on gloo, on any topology. `tree`: a balanced binary tree
+    over the replicas, on any topology. `fast`: the topology's own fixed order."""
     strategy: Strategy = AUTO
     """The strategy that collectives start with."""
     slice_bytes: int = 1 << 20
@@ -53,10 +53,20 @@ class EngineConfig:
     """How long `close` waits for what is still to be sent."""
 
     def __post_init__(self) -> None:
-        if self.determinism not in ("exact", "fast"):
-            raise ConfigError(f"determinism={self.determinism!r}: use 'exact' or 'fast'")
+        check_order(self.order)
         if self.heartbeat_timeout_s <= 0:
             raise ConfigError(f"heartbeat_timeout_s={self.heartbeat_timeout_s:g}: use a positive number of seconds")
+
+
+def check_order(order: Order) -> Order:
+    """Return `order`.
+
+    Raises:
+        ConfigError: there is no such order.
+    """
+    if order not in ORDERS:
+        raise ConfigError(f"order={order!r} is unknown: use one of {', '.join(ORDERS)}")
+    return order
 
 
 class Engine:
@@ -130,7 +140,7 @@ class Engine:
         *,
         op: str = "sum",
         priority: int = 0,
-        determinism: Determinism | None = None,
+        order: Order | None = None,
         ranks: Sequence[int] | None = None,
         contributions: Sequence[torch.Tensor] | None = None,
         parts: Sequence[int] | None = None,
@@ -140,11 +150,12 @@ class Engine:
         """Reduce `tensor` over all ranks, in place; return at once.
 
         Every rank of `ranks` (default: all) must submit the same names, in any order and from any thread; a name may
-        be used again at any time. Lower `priority` goes first. The order of summation follows from `determinism`
-        alone, never from arrival, so equal inputs give equal bits.
+        be used again at any time. Lower `priority` goes first. How values are added follows from `order` alone
+        (default: the engine's), never from arrival, so equal inputs give equal bits.
 
-        A rank that hosts several replicas passes one tensor for each of them as `contributions`, and `parts` is the
-        number that each rank passes; the result goes to `tensor`.
+        A rank that hosts several replicas passes `contributions`, and `parts` is the number of replicas that each rank
+        hosts; the result goes to `tensor`. There is one contribution for each of its replicas; in the order "tree"
+        one for each of the largest subtrees of its block, which `comm.order.subtrees` lists, with their sums.
 
         A `portion` says that `tensor` is a run of a larger one, whose order of summation it keeps, and how it is
         sliced. A thread that waits for a `prompt` collective is woken as soon as it is done; otherwise when everything
@@ -157,12 +168,13 @@ class Engine:
         target = as_tensor(tensor)
         memo = None
         if ranks is None and contributions is None and parts is None and not target.is_cuda:
-            memo = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism, portion)
+            memo = (name, target.data_ptr(), target.numel(), target.dtype, op, order, portion)
             prepared = self._prepared.get(memo)
             if prepared is not None and target.is_contiguous():
                 return self._submit(*prepared, priority, finish_in_place, result=target, prompt=prompt)
-        exact = self._is_exact(determinism)
-        registered = self._submitter.register_spec("all_reduce", name, target, op, exact, ranks, -1, parts, portion)
+        registered = self._submitter.register_spec(
+            "all_reduce", name, target, op, self._checked(order), ranks, -1, parts, portion
+        )
         reduce = reducer(op, target.dtype)
         out, on_complete = self._binder.bind(target, registered.spec, read=contributions is None, write=True)
         if memo is not None and out.lasting:
@@ -175,8 +187,8 @@ class Engine:
             registered, out, own, reduce, priority, on_complete, result=target, kept=tuple(contributions), prompt=prompt
         )
 
-    def _is_exact(self, determinism: Determinism | None) -> bool:
-        return (determinism or self.config.determinism) == "exact"
+    def _checked(self, order: Order | None) -> Order:
+        return self.config.order if order is None else check_order(order)
 
     def reduce(
         self,
@@ -186,15 +198,15 @@ class Engine:
         *,
         op: str = "sum",
         priority: int = 0,
-        determinism: Determinism | None = None,
+        order: Order | None = None,
         ranks: Sequence[int] | None = None,
         portion: Portion | None = None,
         prompt: bool = False,
     ) -> Handle:
         """Reduce `tensor` over all ranks into the root's tensor; the tensors of other ranks stay as they are."""
         target = as_tensor(tensor)
-        exact = self._is_exact(determinism)
-        registered = self._submitter.register_spec("reduce", name, target, op, exact, ranks, root, portion=portion)
+        asked = self._checked(order)
+        registered = self._submitter.register_spec("reduce", name, target, op, asked, ranks, root, portion=portion)
         reduce = reducer(op, target.dtype)
         out, on_complete = self._binder.bind(target, registered.spec, read=True, write=self.rank == root)
         return self._submit(registered, out, [out], reduce, priority, on_complete, result=target, prompt=prompt)
@@ -212,7 +224,7 @@ class Engine:
         """Copy the root's `tensor` to the tensors of all ranks."""
         target = as_tensor(tensor)
         is_root = self.rank == root
-        registered = self._submitter.register_spec("broadcast", name, target, "none", False, ranks, root)
+        registered = self._submitter.register_spec("broadcast", name, target, "none", "none", ranks, root)
         out, on_complete = self._binder.bind(target, registered.spec, read=is_root, write=not is_root)
         return self._submit(registered, out, [], None, priority, on_complete, result=target, prompt=prompt)
 
@@ -229,7 +241,7 @@ class Engine:
     def _gather(
         self, kind: str, name: str, part: torch.Tensor, root: int, priority: int, ranks: Sequence[int] | None
     ) -> Handle:
-        registered = self._submitter.register_spec(kind, name, part, "none", False, ranks, root)
+        registered = self._submitter.register_spec(kind, name, part, "none", "none", ranks, root)
         me = registered.spec.members.index(self.rank)
         if kind == "gather" and self.rank != root:
             out, on_complete = self._binder.bind(part, registered.spec, read=True, write=False)
@@ -247,7 +259,7 @@ class Engine:
     ) -> None:
         """Block until every rank has called this."""
         token = torch.zeros(1, dtype=torch.uint8)
-        self.all_reduce(f"{INTERNAL}barrier:{name}", token, op="max", determinism="fast", ranks=ranks).wait(timeout_s)
+        self.all_reduce(f"{INTERNAL}barrier:{name}", token, op="max", order="fast", ranks=ranks).wait(timeout_s)
 
     def consensus(self, name: str, data: bytes, *, timeout_s: float | None = None) -> bool:
         """Return whether all ranks have called this with the same bytes; the answer is the same on every rank."""
@@ -304,7 +316,7 @@ class Engine:
     @property
     def num_lanes(self) -> int:
         """The number of topologies of the strategy, over which slices can be spread."""
-        return len(self.strategy.topologies(self.view.hosts, exact=True))
+        return len(self.strategy.topologies(self.view.hosts, self.config.order))
 
     @property
     def strategy(self) -> Strategy:

@@ -540,13 +540,14 @@ class SliceExecutor:
         return found
 
     def _fold_upwards(self, operation: Operation, step: SliceStep, operands: Operands) -> Operands:
-        """Return what goes up: the sum of what may be folded here, then the operands that may not."""
+        """Return what goes up: the sums that are formed here, then the operands that are not part of one."""
         found: Operands = []
-        if step.folds and operation.reduce is not None:
-            flat = self._memory.empty(step.length, operation.out.flat.dtype)
+        if step.sums and operation.reduce is not None:
             values = [span.cut(begin, begin + step.length) for span, begin in operands]
-            PreparedFold(operation.reduce, values, step.folds, self._scratch.of(flat.dtype), flat).run()
-            found.append((self._memory_map.new_span(flat), 0))
+            for ranges in step.sums:
+                flat = self._memory.empty(step.length, operation.out.flat.dtype)
+                PreparedFold(operation.reduce, values, ranges, self._scratch, flat).run()
+                found.append((self._memory_map.new_span(flat), 0))
         return found + [operands[i] for i in step.passed_on]
 
     def _finish_at_root(self, operation: Operation, step: SliceStep, index: int, operands: Operands) -> None:
@@ -556,8 +557,8 @@ class SliceExecutor:
         # block is still in the cache; only then are the listeners notified.
         written = [peer for peer in step.listeners if self._links[peer].shared and peer in operation.offers]
         targets = [operation.offers[peer][0] for peer in written]
-        if step.folds:
-            assert operation.reduce is not None, "only a reduction has folds"
+        if step.sums:
+            assert operation.reduce is not None, "only a reduction has sums"
             prepared = self._prepare_fold(operation, operation.reduce, step, out, operands, targets)
             prepared.run()
             if len(written) == len(step.listeners) and len(step.offered) == len(step.children):
@@ -592,7 +593,7 @@ class SliceExecutor:
             return cached.prepared
         values = [span.cut(begin, begin + step.length) for span, begin in operands]
         copies = [target.cut(step.begin, step.end) for target in targets]
-        prepared = PreparedFold(reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
+        prepared = PreparedFold(reduce, values, step.sums[0], self._scratch, out, copies)
         received = bool(operation.buffers) and not last.lasting
         if received and operation.out.lasting and all(span.lasting for span in operation.own):
             last.cached_fold = CachedFold(operation.out, others, prepared)

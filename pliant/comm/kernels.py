@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from pliant.comm.order import Expression
 from pliant.errors import ConfigError
 
 OPS = ("sum", "min", "max", "prod")
@@ -92,25 +93,26 @@ class PreparedFold:
         self,
         reduce: Reducer,
         operands: Sequence[torch.Tensor],
-        folds: Sequence[tuple[int, int, tuple[int, ...]]],
-        scratch: torch.Tensor,
+        ranges: Sequence[tuple[int, int, Expression]],
+        scratch: Scratch,
         out: torch.Tensor,
         copies: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Prepare to fold `operands` into `out` and to write the result to `copies` as well.
+        """Prepare to add `operands`, as `ranges` says, into `out` and to write the result to `copies` as well.
 
         `out` and `copies` may be operands: a block is written only after all its operands were read.
         """
         self._reduce = reduce
         self._blocks: list[tuple[list[_Call], Operand, list[Operand]]] = []
         inputs, result, targets = [operand(x) for x in operands], operand(out), [operand(copy) for copy in copies]
-        spare = operand(scratch)
+        count = max(_num_partial(expression) for _, _, expression in ranges)
+        spare = [operand(partial) for partial in scratch.of(out.dtype, count)]
         block = BLOCK_BYTES // out.dtype.itemsize
         if len(out) <= block:
-            calls = [call for low, high, order in folds for call in _calls(inputs, order, spare, result, low, high)]
+            calls = [call for low, high, order in ranges for call in _calls(inputs, order, spare, result, low, high)]
             self._blocks.append((calls, result, targets))
             return
-        for low, high, order in folds:
+        for low, high, order in ranges:
             for begin in range(low, high, block):
                 end = min(begin + block, high)
                 calls = _calls(inputs, order, spare, result, begin, end)
@@ -128,28 +130,45 @@ class PreparedFold:
 _Call = tuple[Operand, Operand, Operand]
 
 
+def _num_partial(expression: Expression) -> int:
+    """Return how many partial sums are kept at a time while `expression` is computed."""
+    if isinstance(expression, int):
+        return 0
+    first, *others = map(_num_partial, expression)
+    return max(1, first, *(1 + other for other in others))
+
+
 def _calls(
-    operands: Sequence[Operand], order: Sequence[int], scratch: Operand, out: Operand, begin: int, end: int
+    operands: Sequence[Operand], expression: Expression, partial: Sequence[Operand], out: Operand, begin: int, end: int
 ) -> list[_Call]:
-    """Return the calls acc = first; acc = next + acc; ...: the last one writes to `out`, all others to scratch."""
-    views = [operands[index][begin:end] for index in order]
-    partial, result = scratch[: end - begin], out[begin:end]
+    """Return the calls that compute `expression`: the last one writes to `out`, all others to partial sums."""
     calls: list[_Call] = []
-    accumulated = views[0]
-    for view in views[1:-1]:
-        calls.append((view, accumulated, partial))
-        accumulated = partial
-    calls.append((views[-1], accumulated, result))
+
+    def value(part: Expression, kept: int, target: Operand | None = None) -> Operand:
+        """Append the calls that compute `part` while `kept` partial sums are in use; return where it is."""
+        if isinstance(part, int):
+            return operands[part][begin:end]
+        accumulator = partial[kept][: end - begin]
+        accumulated = value(part[0], kept)
+        for place, other in enumerate(part[1:], start=2):
+            result = target if target is not None and place == len(part) else accumulator
+            calls.append((value(other, kept + 1), accumulated, result))
+            accumulated = result
+        return accumulated
+
+    value(expression, 0, out[begin:end])
     return calls
 
 
 class Scratch:
-    """One block per type for partial sums. Not thread-safe."""
+    """Blocks for partial sums. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+        self._blocks: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def of(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._blocks:
-            self._blocks[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
-        return self._blocks[dtype]
+    def of(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return at least `count` blocks."""
+        blocks = self._blocks.setdefault(dtype, [])
+        while len(blocks) < count:
+            blocks.append(torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype))
+        return blocks

@@ -15,7 +15,16 @@ from functools import lru_cache
 
 from pliant.comm import order
 from pliant.comm.frames import TAGGED, channel_tag
-from pliant.comm.order import Fold, Term, chunk_length, chunks_between, even_partition
+from pliant.comm.order import (
+    ORDERS,
+    Expression,
+    Fold,
+    Terms,
+    chunk_length,
+    chunks_between,
+    even_partition,
+    operands_of_ranks,
+)
 from pliant.comm.topology import Strategy, Topology, reroot
 from pliant.errors import CommError
 
@@ -38,7 +47,7 @@ class Slice:
     end: int
     lane: int
     chunk: int | None
-    """The chunk of the exact order that contains it; None if it spans several chunks or if the order is free."""
+    """The chunk of gloo's order that contains it; None if it spans several chunks or if the order has no chunks."""
 
     @property
     def length(self) -> int:
@@ -49,7 +58,7 @@ class Slice:
 class Portion:
     """A run of a larger tensor that is reduced by itself, with slices and owners of its own.
 
-    It is summed in the exact order of the larger tensor, so the bits do not depend on how the larger one is cut.
+    It is summed in the order of the larger tensor, so the bits do not depend on how the larger one is cut.
     """
 
     whole: int
@@ -76,7 +85,7 @@ def _first_lane(name: str) -> int:
 def cut(
     name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, whole_bytes: int = WHOLE_BYTES
 ) -> list[Slice]:
-    """Cut a tensor into slices of about equal size, spread over the lanes. Their order of summation is free."""
+    """Cut a tensor into slices of about equal size, spread over the lanes; for orders that know no chunks."""
     if num_elements == 0:
         return []
     parts = max(1, -(-num_elements * item_bytes // slice_bytes))
@@ -89,7 +98,7 @@ def cut(
     ]
 
 
-def cut_exact(
+def cut_chunks(
     name: str,
     num_elements: int,
     item_bytes: int,
@@ -98,7 +107,7 @@ def cut_exact(
     num_replicas: int,
     whole_bytes: int = WHOLE_BYTES,
 ) -> list[Slice]:
-    """Cut a tensor into slices that each lie in one chunk of the exact order; chunks are spread over the lanes.
+    """Cut a tensor into slices that each lie in one chunk of gloo's order; chunks are spread over the lanes.
 
     A small tensor stays whole and spans all its chunks. The rank that folds it folds each chunk in its own order.
     """
@@ -117,7 +126,7 @@ def cut_exact(
 def cut_portion(
     portion: Portion, num_elements: int, item_bytes: int, lanes: int, num_replicas: int | None
 ) -> list[Slice]:
-    """Cut a run of `num_elements` elements; `num_replicas` is None if the order of summation is free."""
+    """Cut a run of `num_elements` elements; `num_replicas` is None if the order knows no chunks."""
     length = chunk_length(portion.whole, item_bytes, num_replicas) if num_replicas else 0
     slices = []
     ranges = even_partition(num_elements, max(1, min(len(portion.lanes), num_elements)))
@@ -148,14 +157,19 @@ class Spec:
     length: int
     """The number of elements in the tensor of one rank."""
     op: str
-    exact: bool
-    """Whether the sum is computed in the order of `comm.order`."""
+    order: str
+    """How the sum is formed: one of `order.ORDERS`; "none" for collectives that reduce nothing."""
     root: int
     """The root of a reduce, broadcast or gather; -1 for other kinds."""
     parts: tuple[int, ...] = ()
-    """The number of contributions (replicas) of each member; empty means one each."""
+    """The number of replicas of each member; empty means one each."""
     portion: Portion | None = None
     """For an all_reduce or reduce of a run of a larger tensor: which run it is."""
+
+    @property
+    def operands(self) -> tuple[Terms, ...]:
+        """The operands of each member, with the replicas in each."""
+        return operands_of_ranks(self.parts or (1,) * len(self.members), self.order)
 
     @property
     def channel(self) -> Channel:
@@ -174,18 +188,24 @@ class Spec:
             CommError: `payload` is not a spec.
         """
         try:
-            kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
+            kind, name, members, dtype, length, op, asked, root, parts, run = json.loads(payload)
             portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
-            sizes = int(length), op, bool(exact), int(root), tuple(parts), portion
+            sizes = int(length), op, str(asked), int(root), tuple(parts), portion
             spec = cls(kind, name, tuple(members), dtype, *sizes)
         except (ValueError, TypeError, IndexError) as error:
             raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
         if spec.kind not in KINDS:
             raise CommError(f"a peer asked for an unknown collective {spec.kind!r}: do all run the same version?")
+        if spec.order not in (*ORDERS, "none"):
+            raise CommError(f"a peer asked for an unknown order {spec.order!r}: do all run the same version?")
         return spec
 
 
 # --- plans ---
+
+
+RangedSum = tuple[tuple[int, int, Expression], ...]
+"""A sum whose order differs from range to range: (low, high, expression), relative to the slice's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +216,12 @@ class SliceStep:
     end: int
     children: tuple[tuple[int, int], ...]
     """The ranks that send operands, and the number of operands of each."""
-    folds: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(low, high, operands in order) relative to `begin`: acc = first; acc = next + acc; ..."""
+    sums: tuple[RangedSum, ...]
+    """The sums that are formed here; one at the root."""
     passed_on: tuple[int, ...]
-    """The operands that are forwarded without folding."""
+    """The operands that are forwarded as they are, after the sums."""
     up: int | None
-    """The rank that gets the folded and forwarded operands; None at the root and if nothing is reduced."""
+    """The rank that gets the sums and the forwarded operands; None at the root and if nothing is reduced."""
     source: int | None
     """The rank that sends the result; None if the result is computed or present here."""
     listeners: tuple[int, ...]
@@ -222,7 +242,7 @@ class SliceStep:
     @property
     def num_up(self) -> int:
         """The number of operands that go up."""
-        return bool(self.folds) + len(self.passed_on)
+        return len(self.sums) + len(self.passed_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +285,16 @@ def make_plan(
 def _plan_reduce(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
 ) -> RankPlan:
-    blocks = _replica_blocks(spec)
-    num_replicas = sum(map(len, blocks))
-    trees = strategy.topologies(hosts, spec.exact)
+    num_replicas = sum(spec.parts) or len(spec.members)
+    has_chunks = spec.order == "ddp"
+    trees = strategy.topologies(hosts, spec.order)
     if spec.kind == "reduce":
         trees = (_with_root(trees, spec.members.index(spec.root)),)
     whole_bytes = min(slice_bytes, WHOLE_SHARED_BYTES if len(set(hosts)) == 1 else WHOLE_BYTES)
     if spec.portion is not None:
-        slices = cut_portion(spec.portion, spec.length, item_bytes, len(trees), num_replicas if spec.exact else None)
-    elif spec.exact:
-        slices = cut_exact(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas, whole_bytes)
+        slices = cut_portion(spec.portion, spec.length, item_bytes, len(trees), num_replicas if has_chunks else None)
+    elif has_chunks:
+        slices = cut_chunks(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas, whole_bytes)
     else:
         slices = cut(spec.name, spec.length, item_bytes, len(trees), slice_bytes, whole_bytes)
     whole, offset = (spec.portion.whole, spec.portion.begin) if spec.portion is not None else (spec.length, 0)
@@ -283,17 +303,17 @@ def _plan_reduce(
     for index, piece in enumerate(slices):
         tree = trees[piece.lane]
         raw = _read_in_place(tree, hosts)
-        fold = _fold(spec, tree, blocks, raw, me, piece.chunk)
-        folds = _fold_ranges(spec, tree, fold, me, piece, borders, offset)
+        fold = _fold(spec, tree, raw, me, piece.chunk)
+        sums = _ranged_sums(spec, tree, fold, me, piece, borders, offset)
         steps[index] = SliceStep(
             begin=piece.begin,
             end=piece.end,
             children=tuple(
-                (spec.members[child], len(_fold(spec, tree, blocks, raw, child, piece.chunk).result))
+                (spec.members[child], len(_fold(spec, tree, raw, child, piece.chunk).result))
                 for child in tree.children(me)
             ),
-            folds=folds,
-            passed_on=fold.passed_on if tree.reduce_to[me] != me or not folds else (),
+            sums=sums,
+            passed_on=fold.passed_on if tree.reduce_to[me] != me or not sums else (),
             up=None if tree.reduce_to[me] == me else spec.members[tree.reduce_to[me]],
             source=None if tree.bcast_from[me] == me or spec.kind == "reduce" else spec.members[tree.bcast_from[me]],
             listeners=_listeners(spec, tree, me) if spec.kind == "all_reduce" else (),
@@ -320,37 +340,30 @@ def _read_in_place(tree: Topology, hosts: tuple[str, ...]) -> frozenset[int]:
     return frozenset(leaf for leaf, parent in edges if leaf not in inner and hosts[leaf] == hosts[parent])
 
 
-def _replica_blocks(spec: Spec) -> tuple[Term, ...]:
-    """Return the replicas of each member: contiguous, in the order of ranks."""
-    blocks, first = [], 0
-    for count in spec.parts or (1,) * len(spec.members):
-        blocks.append(tuple(range(first, first + count)))
-        first += count
-    return tuple(blocks)
-
-
-def _fold(
-    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], who: int, chunk: int | None
-) -> Fold:
-    if not spec.exact:
-        return order.fast_fold(tree, blocks, raw, who)
+def _fold(spec: Spec, tree: Topology, raw: frozenset[int], who: int, chunk: int | None) -> Fold:
+    if spec.order == "tree":
+        return order.tree_fold(tree, spec.operands, who)
+    if spec.order == "fast":
+        return order.fast_fold(tree, spec.operands, raw, who)
     if chunk is None:
-        return order.carrying_fold(tree, blocks, who)
-    return order.exact_fold(tree, blocks, raw, who, chunk)
+        return order.carrying_fold(tree, spec.operands, who)
+    return order.ddp_fold(tree, spec.operands, raw, who, chunk)
 
 
-def _fold_ranges(
+def _ranged_sums(
     spec: Spec, tree: Topology, fold: Fold, me: int, piece: Slice, borders: int, offset: int
-) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Return the ranges that are folded here and the order in each; chunks are counted from `offset` elements before."""
-    if spec.exact and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
+) -> tuple[RangedSum, ...]:
+    """Return the sums that are formed here; chunks are counted from `offset` elements before."""
+    if spec.order == "ddp" and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
         first = offset + piece.begin
         pieces = order.chunks_between(first, offset + piece.end, borders)
-        return tuple(
-            (begin - first, end - first, order.fold_order(fold.operands, chunk, len(fold.operands)))
-            for begin, end, chunk in pieces
+        return (
+            tuple(
+                (begin - first, end - first, order.fold_order(fold.operands, chunk, len(fold.operands)))
+                for begin, end, chunk in pieces
+            ),
         )
-    return ((0, piece.length, fold.folded),) if fold.folded else ()
+    return tuple(((0, piece.length, each),) for each in fold.sums)
 
 
 def _listeners(spec: Spec, tree: Topology, me: int) -> tuple[int, ...]:
@@ -361,7 +374,7 @@ def _plan_broadcast(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
 ) -> RankPlan:
     root = spec.members.index(spec.root)
-    trees = strategy.topologies(hosts, False)
+    trees = strategy.topologies(hosts, spec.order)
     direct = _with_root(trees, root)
     hosts_served = {hosts[rank] for rank in direct.listeners(root)} - {hosts[root]}
     if len(hosts_served) > 2 and len(trees) > 1 and spec.length * item_bytes > WHOLE_BYTES:
@@ -403,7 +416,7 @@ def _step_down(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin
         begin=begin,
         end=end,
         children=(),
-        folds=(),
+        sums=(),
         passed_on=(),
         up=None,
         source=None if at_source else spec.members[tree.bcast_from[me]],

@@ -149,7 +149,7 @@ Lane = tuple[float, Topology, list[float]]
 
 def lanes(strategy: Strategy, network: Network) -> list[Lane]:
     """Return each topology of the strategy that has a share of the tensor."""
-    trees = strategy.topologies(network.hosts, exact=True)
+    trees = strategy.topologies(network.hosts, "ddp")
     replicas = network.num_replicas
     chunks_of: list[list[int]] = [[] for _ in trees]
     for chunk in range(replicas):
@@ -313,7 +313,7 @@ def choose(
     present_s = predict_s(present, network, num_bytes)
     listed: dict[tuple[Topology, ...], Strategy] = {}
     for each in (*preferred, *candidates(network)):
-        listed.setdefault(each.topologies(network.hosts, exact=True), each)
+        listed.setdefault(each.topologies(network.hosts, "ddp"), each)
     timed = [(each, predict(each, network, num_bytes)) for each in listed.values()]
     if 3 <= len(network.leaders) <= MAX_CLIMB_HOSTS:
         start = min((each for each in timed if each[0].forest), key=lambda each: each[1].seconds, default=None)

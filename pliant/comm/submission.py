@@ -76,9 +76,13 @@ class TensorBinder:
         Raises:
             ConfigError: their number is wrong, or they differ from the result in size or type.
         """
-        wanted = spec.parts[spec.members.index(self._rank)] if spec.parts else 1
-        if len(parts) != wanted:
-            raise ConfigError(f"{spec.name!r}: {len(parts)} contributions, but `parts` says {wanted} for this rank")
+        own = spec.operands[spec.members.index(self._rank)]
+        if len(parts) != len(own):
+            blocks = ", ".join(f"[{term[0]}, {term[-1] + 1})" for term in own)
+            raise ConfigError(
+                f"{spec.name!r}: {len(parts)} contributions, but by `parts` this rank has {len(own)} in the order "
+                f"{spec.order!r}: the sums of the replicas {blocks}"
+            )
         spans = []
         for part in parts:
             if part.numel() != target.numel() or part.dtype != target.dtype:
@@ -155,7 +159,7 @@ class Submitter:
         name: str,
         tensor: torch.Tensor,
         op: str,
-        exact: bool,
+        order: str,
         ranks: Sequence[int] | None,
         root: int,
         parts: Sequence[int] | None = None,
@@ -182,7 +186,7 @@ class Submitter:
         if portion is not None and (not portion.lanes or portion.begin < 0 or portion.begin + length > portion.whole):
             raise ConfigError(f"{kind} {name!r}: {portion} does not hold {length} elements in one slice or more")
         return self._collectives.specs.register(
-            Spec(kind, name, members, dtype, length, op, exact, int(root), tuple(map(int, parts or ())), portion)
+            Spec(kind, name, members, dtype, length, op, order, int(root), tuple(map(int, parts or ())), portion)
         )
 
     def submit(

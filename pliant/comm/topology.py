@@ -73,13 +73,13 @@ class Strategy:
         """Whether the strategy lists ranks, so that it is only valid for all workers of one view."""
         return bool(self.forest) or "@" in self.name
 
-    def topologies(self, hosts: Sequence[str], exact: bool) -> tuple[Topology, ...]:
-        """Return the topologies over ranks on `hosts`. A user's tree of another size falls back to AUTO."""
+    def topologies(self, hosts: Sequence[str], order: str) -> tuple[Topology, ...]:
+        """Return the topologies over ranks on `hosts` for sums in this order. A user's tree of another size falls back to AUTO."""
         if self.forest:
             if len(self.forest) == len(hosts):
                 return (tree(self.forest),)
             return topologies("AUTO", hosts)
-        if exact and self.name.upper() == "RING":
+        if order == "ddp" and self.name.upper() == "RING":
             # gloo's chain descends through the ranks. A ring that descends as well may fold at
             # every hop; one that ascends would have to carry every operand to its end.
             return tuple(ring(len(hosts), root, step=-1) for root in range(len(hosts)))
@@ -112,7 +112,7 @@ def check_strategy(strategy: str | Sequence[int] | Strategy, hosts: Sequence[str
         raise ConfigError(
             f"forest {list(wanted.forest)} has {len(wanted.forest)} entries, but there are {len(hosts)} ranks"
         )
-    wanted.topologies(hosts, exact=False)
+    wanted.topologies(hosts, "fast")
     return wanted
 
 

@@ -501,15 +501,13 @@ def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
 def fold(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the replicas' tensors by the formula."""
     num_replicas, first = len(inputs), inputs[0]
-    out, scratch = torch.empty_like(first), torch.empty_like(first)
+    out, scratch = torch.empty_like(first), kernels.Scratch()
     length = order.chunk_length(first.numel(), first.itemsize, num_replicas)
     pieces = order.chunks_between(0, first.numel(), length)
     for begin, end, chunk in pieces:
         views = [tensor[begin:end] for tensor in inputs]
-        folds = [(0, end - begin, order.chain(chunk, num_replicas))]
-        kernels.PreparedFold(
-            kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]
-        ).run()
+        ranges = [(0, end - begin, order.chain(chunk, num_replicas))]
+        kernels.PreparedFold(kernels.reducer("sum", first.dtype), views, ranges, scratch, out[begin:end]).run()
     return out
 
 

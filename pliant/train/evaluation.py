@@ -180,7 +180,7 @@ def all_reduce(trainer: Trainer, value: Any, op: str) -> Any:
 
     def ask(engine: Engine) -> torch.Tensor:
         host = own.to("cpu", copy=True).contiguous()
-        engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, determinism="exact").wait()
+        engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, order="ddp").wait()
         return host / engine.size if op == "mean" else host
 
     found = trainer.together(ask, lambda: own.clone(), "job.all_reduce")

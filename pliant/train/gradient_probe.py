@@ -456,7 +456,7 @@ class GradientVariance:
             low, high = self._bounds[root], self._bounds[root + 1]
             if low < high:
                 handle = self._engine.reduce(
-                    f"variance:{root}", squares[low:high], root, determinism="fast", priority=LAST_PRIORITY
+                    f"variance:{root}", squares[low:high], root, order="fast", priority=LAST_PRIORITY
                 )
                 self._handles.append(handle)
 

@@ -371,7 +371,7 @@ class GradientReducer:
             if self._is_last:
                 assert self._engine is not None
                 self._used_handle = self._engine.all_reduce(
-                    "grad:used", self._used, op="max", determinism="fast", priority=FIRST_PRIORITY
+                    "grad:used", self._used, op="max", order="fast", priority=FIRST_PRIORITY
                 )
         if self._held_back is not None:
             self._send_from_device(self._held_back)

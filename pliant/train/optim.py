@@ -195,7 +195,7 @@ class SynchronousAveraging(AveragingOptimizer):
         with torch.no_grad():
             for number, copies in enumerate(self._copies):
                 copies.copy_parameters()
-                self._under_way.append(engine.all_reduce(f"model:{number}", copies.flat, determinism="exact"))
+                self._under_way.append(engine.all_reduce(f"model:{number}", copies.flat, order="ddp"))
 
     def wait(self) -> None:
         waiting, self._under_way = self._under_way, []

@@ -247,7 +247,7 @@ class ViewRendezvous:
             return None
         with contextlib.suppress(CommError):  # a worker is lost: the next exchange will fail
             token = torch.zeros(1, dtype=torch.uint8)
-            return view.engine.all_reduce("fetched", token, op="max", determinism="fast")
+            return view.engine.all_reduce("fetched", token, op="max", order="fast")
         return None
 
     def _report(self, own: Report, offered: int, *, stays: bool) -> MemberReport:

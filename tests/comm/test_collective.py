@@ -54,7 +54,7 @@ class Rank:
         view, rank = self.collectives.view, self.collectives.rank
         members = tuple(range(view.size))
         registered = self.collectives.specs.register(
-            Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1)
+            Spec("all_reduce", name, members, "float32", len(tensor), "sum", "ddp", -1)
         )
         plan = make_plan(registered.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
         local = [other for other, host in enumerate(view.hosts) if host == view.hosts[rank]]

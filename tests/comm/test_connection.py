@@ -215,7 +215,7 @@ def test_the_rest_of_a_payload_of_an_old_view_is_discarded(pair: Pair) -> None:
 
 # --- peers that are gone ---
 
-SPEC = Spec("all_reduce", "x", (0, 1, 2), "float32", 10, "sum", True, -1)
+SPEC = Spec("all_reduce", "x", (0, 1, 2), "float32", 10, "sum", "ddp", -1)
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from views import on_all
 
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.kernels import dtype_name
-from pliant.comm.plan import Spec, make_plan
+from pliant.comm.order import ORDERS, Order, subtrees
+from pliant.comm.plan import Portion, Spec, make_plan
 from pliant.comm.probe import latencies
 from pliant.comm.topology import STRATEGIES, Strategy
 from pliant.comm.transport import loopback_engines, view_of
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
 from pliant.identity import WorkerSpec
+from pliant.train import determinism
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -100,15 +103,15 @@ def test_collectives_of_some_ranks() -> None:
 
 
 @pytest.mark.parametrize("hosts", ["AABB", "ABCD", "AAAA"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_egress_is_exactly_that_of_the_plan(strategy: str, exact: bool, hosts: str) -> None:
+def test_egress_is_exactly_that_of_the_plan(strategy: str, order: Order, hosts: str) -> None:
     length = 1_000_003
-    config = EngineConfig(strategy=Strategy(strategy), determinism="exact" if exact else "fast")
+    config = EngineConfig(strategy=Strategy(strategy), order=order)
     with loopback_engines(hosts, config) as ranks:
         on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(length)).wait(20))
         for engine in ranks:
-            spec = Spec("all_reduce", "g", (0, 1, 2, 3), "float32", length, "sum", exact, -1)
+            spec = Spec("all_reduce", "g", (0, 1, 2, 3), "float32", length, "sum", order, -1)
             plan = make_plan(spec, engine.rank, engine.view.hosts, Strategy(strategy), 4, 1 << 20)
             names = [str(worker) for worker in engine.view.workers]
             found = engine.counters().egress_bytes
@@ -146,6 +149,88 @@ def test_replicas_on_fewer_ranks_give_the_same_bits() -> None:
             results += on_all(ranks, work)
     assert all(torch.equal(result, results[0]) for result in results)
     assert not torch.equal(results[0], sum(values[1:], values[0]))
+
+
+def recursive_sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of a balanced binary tree over all values: the left half is the largest power of two below."""
+    if len(values) == 1:
+        return values[0].clone()
+    left = 1
+    while 2 * left < len(values):
+        left *= 2
+    return recursive_sum(values[:left]) + recursive_sum(values[left:])
+
+
+def halved_sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of another tree, which cuts in the middle."""
+    middle = len(values) // 2
+    return halved_sum(values[:middle]) + halved_sum(values[middle:]) if middle else values[0]
+
+
+@pytest.mark.parametrize("num", [2, 3, 6, 7, 16])
+def test_the_tree_is_the_recursive_sum_of_every_element(num: int) -> None:
+    chance = random.Random(num)
+    lengths = (5, 20_000, 300_007)
+    values = {
+        length: [torch.randn(length, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i % 5) for i in range(num)]
+        for length in lengths
+    }
+    expected = {length: recursive_sum(values[length]) for length in lengths}
+    for case in range(4 if FULL else 2):
+        size = min(num, chance.randint(2, 5))
+        cuts = [0, *sorted(chance.sample(range(1, num), size - 1)), num]
+        parts = [end - begin for begin, end in itertools.pairwise(cuts)]
+        hosts = "".join(chance.choice("AB" if case else "A") for _ in range(size))
+        config = replace(QUICK, slice_bytes=chance.choice([1 << 14, 1 << 17, 1 << 20]), order="tree")
+        forest = [0] + [chance.randrange(rank) for rank in range(1, size)]
+        with loopback_engines(hosts, config) as ranks:
+
+            def work(
+                engine: Engine, parts: Sequence[int] = parts, cuts: Sequence[int] = cuts, forest: list[int] = forest
+            ) -> None:
+                own = subtrees(cuts[engine.rank], cuts[engine.rank + 1], num)
+                for strategy in ("AUTO", "RING", "BINARY_TREE", forest):
+                    engine.set_strategy(strategy)
+                    for length, all_values in values.items():
+                        for shares in (True, False):
+                            sums = [recursive_sum(all_values[term.start : term.stop]) for term in own]
+                            if shares:
+                                sums = [engine.empty(length).copy_(each) for each in sums]
+                            out = sums[0] if len(sums) == 1 else torch.empty(length)
+                            for _ in range(2):  # the second time with cached steps
+                                given = [each.clone() for each in sums]
+                                engine.all_reduce("g", out, contributions=sums, parts=parts).wait()
+                                assert torch.equal(out, expected[length]), f"{parts}, {strategy}"
+                                for each, before in zip(sums, given, strict=True):
+                                    each.copy_(before)
+                        begin = length // 3
+                        portion = Portion(length, begin, (0, 1, 2))
+                        rest = [recursive_sum(all_values[term.start : term.stop])[begin:] for term in own]
+                        part = torch.empty(length - begin)
+                        engine.all_reduce("p", part, contributions=rest, parts=parts, portion=portion).wait()
+                        assert torch.equal(part, expected[length][begin:])
+                        if engine.size == num:
+                            one = all_values[engine.rank].clone()
+                            engine.all_reduce("one", one).wait()
+                            assert torch.equal(one, expected[length])
+                with pytest.raises(ConfigError, match="in the order 'tree': the sums of the replicas"):
+                    engine.all_reduce("g", torch.empty(5), contributions=[torch.ones(5)] * 7, parts=parts)
+
+            on_all(ranks, work)
+    if num > 3:
+        longest = lengths[-1]
+        assert not torch.equal(expected[longest], halved_sum(values[longest])) or num == 16
+        assert not torch.equal(expected[longest], determinism.fold(values[longest]))
+        assert not torch.equal(expected[longest], sum(values[longest][1:], values[longest][0]))
+
+
+def test_ranks_that_ask_for_different_orders_are_told_of_both() -> None:
+    def work(engine: Engine) -> None:
+        with pytest.raises(Mismatch, match=r"tree.*ddp|ddp.*tree"):
+            engine.all_reduce("g", torch.ones(4), order="tree" if engine.rank else "ddp").wait()
+
+    with loopback_engines("AB", QUICK) as ranks:
+        on_all(ranks, work)
 
 
 @pytest.mark.parametrize("hosts", MIXED)
@@ -271,10 +356,11 @@ def test_throughput_and_latencies() -> None:
         (lambda e: e.set_strategy("HYPERCUBE"), "is unknown: use one of"),
         (lambda e: e.set_strategy([0, 0, 0]), "3 entries, but there are 2 ranks"),
         (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "must have one number, 1 or more, for each of 2 ranks"),
-        (lambda e: contribute(e, torch.ones(4), torch.ones(4)), "2 contributions, but `parts` says 1"),
+        (lambda e: contribute(e, torch.ones(4), torch.ones(4)), "2 contributions, but by `parts` this rank has 1"),
         (lambda e: contribute(e, torch.ones(3)), "must be alike"),
         (lambda e: contribute(e, torch.ones(4, dtype=torch.float64)), "must be alike"),
-        (lambda e: EngineConfig(determinism="sloppy"), "use 'exact' or 'fast'"),
+        (lambda e: EngineConfig(order="sloppy"), "use one of ddp, tree, fast"),
+        (lambda e: e.all_reduce("x", torch.ones(1), order="exact"), "use one of ddp, tree, fast"),
         (lambda e: EngineConfig(heartbeat_timeout_s=0), "positive"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

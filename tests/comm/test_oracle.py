@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from gang import FULL, addresses, gang, joined, run, specs
 
-from pliant.comm.engine import Determinism
 from pliant.comm.kernels import dtype_of
+from pliant.comm.order import Order
 from pliant.comm.topology import STRATEGIES
 from pliant.identity import WorkerSpec
 
@@ -102,18 +102,18 @@ def torchs(rank: int, size: int, store: str, cells: Sequence[Cell]) -> dict[Cell
 
 def ours(
     rank: int, spec: WorkerSpec, strategies: Sequence[str], exact: Sequence[Cell], fast: Sequence[Cell]
-) -> tuple[dict[tuple[Determinism, str, Cell], str], list[str]]:
+) -> tuple[dict[tuple[Order, str, Cell], str], list[str]]:
     """Return digests by (order, strategy, cell), and a message for each result that differs from NumPy's."""
     found, wrong = {}, []
     with joined(spec) as engine:
         for cell in dict.fromkeys([*exact, *fast]):
             mine = operand(cell, rank)
-            orders: dict[Determinism, Sequence[Cell]] = {"exact": exact, "fast": fast}
+            orders: dict[Order, Sequence[Cell]] = {"ddp": exact, "fast": fast}
             for strategy in strategies:
                 engine.set_strategy(strategy)
                 for order in (order for order, some in orders.items() if cell in some):
                     tensor = mine.clone()
-                    engine.all_reduce(str(cell), tensor, op=cell.op, determinism=order).wait()
+                    engine.all_reduce(str(cell), tensor, op=cell.op, order=order).wait()
                     bits = found[order, strategy, cell] = digest(tensor)
                     if rank == 0 and not within_rounding(cell, engine.size, bits, tensor):
                         wrong.append(f"{order} {strategy} {cell} is not NumPy's")
@@ -183,7 +183,7 @@ def our_digests(
 
 def differences(digests: dict[tuple[str, str, Cell], str], oracle: dict[Cell, str]) -> Iterator[str]:
     for (order, strategy, cell), one in digests.items():
-        if order == "exact" and cell in oracle and one != oracle[cell]:
+        if order == "ddp" and cell in oracle and one != oracle[cell]:
             yield f"{strategy} {cell}: {one}, but gloo gives {oracle[cell]}"
 
 

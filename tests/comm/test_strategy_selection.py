@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_the_plan(hosts: str) -> None:
         # Long enough to be cut, into chunks of the same length.
         length = replicas * 12 * 8192
         parts = tuple(end - begin for begin, end in even_partition(replicas, size))
-        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", True, -1, parts)
+        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", "ddp", -1, parts)
         planned: Counter[tuple[int, int]] = Counter()
         for rank in range(size):
             plan = make_plan(spec, rank, tuple(hosts), strategy, item, length * item)

@@ -57,7 +57,7 @@ def check_sums(engine: Engine, me: Worker, length: int = 50_000) -> None:
     mine = values(me, number, length)
     exact, fast = mine.clone(), engine.empty(length)
     fast.copy_(mine)
-    sums = [engine.all_reduce("exact", exact), engine.all_reduce("fast", fast, determinism="fast")]
+    sums = [engine.all_reduce("exact", exact), engine.all_reduce("fast", fast, order="fast")]
     gathered = engine.all_gather("all", mine).wait()
     brought = torch.stack([values(worker, number, length) for worker in everybody])
     assert gathered is not None

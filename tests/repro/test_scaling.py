@@ -52,7 +52,7 @@ def test_the_lab_has_the_same_ratio() -> None:
 @pytest.mark.parametrize("nodes", [2, 4, 8, 16])
 def test_the_model_counts_the_bytes_that_the_plans_send(strategy: str, costs: str, nodes: int) -> None:
     length = 1 << 20
-    spec = Spec("all_reduce", "g", tuple(range(nodes)), "float32", length, "sum", True, -1)
+    spec = Spec("all_reduce", "g", tuple(range(nodes)), "float32", length, "sum", "ddp", -1)
     hosts = [f"10.0.0.{number + 1}" for number in range(nodes)]
     sent = [
         make_plan(spec, rank, hosts, Strategy(strategy), 4, 1 << 20).egress(4).total() / (4 * length)
