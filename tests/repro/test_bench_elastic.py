@@ -13,6 +13,7 @@ import pytest
 import torch
 from gang import FULL
 from pliant_repro.bench import resize, train
+from pliant_repro.bench.commit_gaps import Event
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, step_times, steps_in_view
 from pliant_repro.bench.train import TrainOptions
 from pliant_repro.contest import Rules, Timings
@@ -205,19 +206,25 @@ def test_the_commands_are_there_without_torch() -> None:
 
 @pytest.mark.processes
 def test_a_real_job_is_resized_and_loses_a_worker() -> None:
-    options = ElasticOptions(num_workers=2, small=1, repeat=1, model="small", batch=2, size=16)
-    shrink, grow, losses = resize.Changes(), resize.Changes(), resize.Recoveries()
+    options = ElasticOptions(num_workers=2, small=1, repeat=1, after=3, model="small", batch=2, size=16)
+    shrink, grow, losses, events = resize.Changes(), resize.Changes(), resize.Recoveries(), list[Event]()
     with ElasticJob(options) as job:
-        resize.resize_repeatedly(job, shrink, grow, lambda what, fraction: None)
+        resize.resize_repeatedly(job, shrink, grow, events, lambda what, fraction: None)
         resize.kill_repeatedly(job, losses, lambda what, fraction: None)
         reports = list(job.reports)
-    resized = resize.resize_result(options, {}, shrink, grow, reports)
+    resized = resize.resize_result(options, {}, shrink, grow, events, reports)
     assert [len(each.pause_s) for each in (shrink, grow)] == [1, 1]
     assert 0 < shrink.pause_s[0] <= shrink.to_next_batch_s[0] < shrink.request_to_switch_s[0]
     assert 0 < grow.new_began_s[0] < grow.new_committed_s[0]
     recovered = resize.recover_result(options, {}, losses, reports)
     assert losses.steps_lost == 0
     assert losses.pause_s[0] < losses.recover_s[0] < 5
+    for kind, felt in {**resized["felt"], **recovered["felt"]}.items():  # type: ignore[dict-item]
+        assert len(felt["gap"]["samples_s"]) == 1, kind
+        assert felt["steps_after"] == [3], kind
+        assert felt["gap"]["samples_s"][0] >= felt["switch"]["samples_s"][0] > 0, kind
+    assert set(resized["felt"]) | set(recovered["felt"]) == {"shrink", "grow", "kill", "replacement"}  # type: ignore[arg-type]
+    assert recovered["felt"]["kill"]["next"]["samples_s"][0] > losses.recover_s[0]  # type: ignore[index]
     json.dumps([resized, recovered])
 
 

@@ -11,7 +11,6 @@ import torch
 from pliant_repro.bench import gpu, gpu_elastic, trace_summary, training
 from pliant_repro.bench.elastic import StepBegun
 from pliant_repro.bench.gpu import Clock, GpuOptions, Group, Part
-from pliant_repro.bench.gpu_elastic import Event
 from pliant_repro.bench.training_probes import digest_state, digest_tensors
 from pliant_repro.contest import Timings
 from pliant_repro.zoo import NETWORKS, ReadyBatches, build, compute_loss, make_optimizer, network
@@ -168,61 +167,6 @@ def test_wrong_options_are_named() -> None:
 
 
 # Changes
-
-
-def commits_of(
-    *spans: tuple[int, int, int, float], changes: dict[int, tuple[int, int, float, bool]]
-) -> list[StepBegun]:
-    """Reports of one worker: (first step, last step, size, seconds of a step) after each other."""
-    reports, at_s = [], 100.0
-    for first, last, size, step_s in spans:
-        for step in range(first, last + 1):
-            reports.append(
-                StepBegun(
-                    pid=1,
-                    worker="h:1",
-                    rank=0,
-                    size=size,
-                    step=step,
-                    own=9,
-                    at_s=at_s + 0.001,
-                    ended_s=at_s if step else 0.0,
-                    change=changes.get(step),
-                )
-            )
-            at_s += step_s
-    return reports
-
-
-def test_the_longest_gap_between_commits_counts() -> None:
-    # 40 steps of 0.1 s on two workers; then one step that takes 0.3 s with the change, and steps of 0.2 s on one worker.
-    spans = [(0, 39, 2, 0.1), (40, 40, 1, 0.3), (41, 80, 1, 0.2)]
-    reports = commits_of(*spans, changes={40: (2, 1, 0.05, False)})
-    commits = gpu_elastic.commit_times(reports)
-    assert gpu_elastic.median_steps(reports, commits) == {2: pytest.approx(0.1), 1: pytest.approx(0.2)}
-    felt = gpu_elastic.measure_changes(reports, [Event("shrink", 103.8)], "cpu")["shrink"]
-    assert felt.gap_s == [pytest.approx(0.3)]
-    assert felt.gap_limit_s == [pytest.approx(1.5 * 0.2 + 0.02)]
-    assert felt.after_s == [pytest.approx(0.2)]
-
-
-def test_a_slow_step_after_a_change_is_found() -> None:
-    spans = [(0, 39, 2, 0.1), (40, 45, 1, 0.2), (46, 46, 1, 0.9), (47, 80, 1, 0.2)]
-    part = Part()
-    reports = commits_of(*spans, changes={40: (2, 1, 0.05, False)})
-    gpu_elastic.judge_live(part, "gpt2", "eager", reports, [Event("shrink", 103.8)], "cuda")
-    assert [ok for ok, text in part.verdicts if "shrink" in text] == [False, False]
-    json.dumps(part.cells)
-
-
-def test_a_kill_is_measured_to_the_end_of_the_next_step() -> None:
-    spans = [(0, 39, 2, 0.1), (40, 40, 1, 0.8), (41, 59, 1, 0.1), (60, 90, 2, 0.1)]
-    reports = commits_of(*spans, changes={40: (2, 1, 0.5, True), 60: (1, 2, 0.01, False)})
-    dead = StepBegun(pid=7, worker="h:7", rank=1, size=2, step=39, own=9, at_s=103.9, ended_s=103.9)
-    felt = gpu_elastic.measure_changes([*reports, dead], [Event("kill", 103.95, pid=7)], "cpu")
-    assert felt["kill"].next_s == [pytest.approx(104.8 - 103.95)]
-    assert felt["kill"].next_limit_s == [pytest.approx(1.1)]
-    assert felt["replacement"].gap_s == [pytest.approx(0.1)]
 
 
 def test_digests_of_a_changing_job_are_compared_by_step() -> None:

@@ -51,6 +51,8 @@ class ElasticOptions:
     small: int = 2
     """Number of workers to shrink to, if the bench resizes."""
     repeat: int = 20
+    after: int = 20
+    """Steps after a change that are judged."""
     model: str = "resnet18"
     batch: int = 2
     size: int = 32

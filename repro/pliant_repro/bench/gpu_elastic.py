@@ -7,24 +7,17 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import cast
 
 from pliant.errors import LaunchError
-from pliant.machine import Json
-from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, summarise
+from pliant_repro.bench import commit_gaps
+from pliant_repro.bench.commit_gaps import AFTER, Event
+from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members
 from pliant_repro.bench.gpu import SEED, START_S, TURN_S, Clock, GpuOptions, Part, in_batches, process_bytes, started
-from pliant_repro.contest import Contender, Progress, quantile
+from pliant_repro.contest import Contender, Progress
 
-AFTER = 20
-"""Steps after a change that are judged."""
-GAP_FACTOR = 1.5
-GAP_EXTRA_S = {"cpu": 0.02, "cuda": 0.15}
-"""The longest gap around a change: at most GAP_FACTOR times the slower median step, and this much more."""
-KILL_S = 1.0
-"""kill -9 to the end of the next step: at most this, and one step."""
 CHANGE_S = 90.0
 BIG, SMALL = 2, 1
 """Numbers of workers between which `live` changes."""
@@ -47,124 +40,12 @@ def elastic_options(options: GpuOptions, model: str, mode: str, clock: Clock, **
     })  # fmt: skip
 
 
-# --- reading the reports ---
-
-
-def commit_times(reports: Iterable[StepBegun]) -> dict[int, float]:
-    """Return when each step was done by all workers, by its number.
-
-    A worker reports the end of a step with the beginning of the next one, so the last step is missing. If a worker was killed
-    after a step, and the others had to do that step again, they are later.
-    """
-    found: dict[int, float] = {}
-    for each in reports:
-        if each.ended_s and each.step:
-            found[each.step - 1] = max(each.ended_s, found.get(each.step - 1, 0.0))
-    return found
-
-
-def gaps(commits: Mapping[int, float], first: int, last: int) -> list[float]:
-    """Return the seconds from each commit to the next, for the steps from `first` to `last` that are known."""
-    pairs = ((commits.get(step - 1), commits.get(step)) for step in range(first, last + 1))
-    return [after - before for before, after in pairs if before is not None and after is not None]
-
-
-def median_steps(reports: Sequence[StepBegun], commits: Mapping[int, float]) -> dict[int, float]:
-    """Return the median time of a step for each number of workers; the first step after a change does not count."""
-    sizes: dict[int, int] = {}
-    disturbed: set[int] = set()
-    for each in reports:
-        sizes[each.step] = each.size
-        if each.change is not None:
-            disturbed.add(each.step)
-    samples: dict[int, list[float]] = {}
-    for step, size in sizes.items():
-        if step not in disturbed and sizes.get(step - 1) == size:
-            samples.setdefault(size, []).extend(gaps(commits, step, step))
-    return {size: quantile(times, 0.5) for size, times in samples.items() if times}
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that was done to the job."""
-
-    kind: str
-    """shrink, grow or kill."""
-    at_s: float
-    until_s: float = float("inf")
-    """When the next thing was done."""
-    pid: int = 0
-    """The process that was killed."""
-
-
-@dataclass(slots=True)
-class Felt:
-    """How one kind of change was felt; one value for each change."""
-
-    gap_s: list[float] = field(default_factory=list)
-    """The longest gap between two commits, from the request until AFTER steps after the change."""
-    gap_limit_s: list[float] = field(default_factory=list)
-    after_s: list[float] = field(default_factory=list)
-    """The longest of the AFTER steps that follow the first step after the change."""
-    after_limit_s: list[float] = field(default_factory=list)
-    next_s: list[float] = field(default_factory=list)
-    """From a kill to the end of the next step."""
-    next_limit_s: list[float] = field(default_factory=list)
-
-    def to_json(self) -> Json:
-        return {
-            "gap": summarise(self.gap_s), "gap_limits_s": self.gap_limit_s, "after": summarise(self.after_s),
-            "after_limits_s": self.after_limit_s, "next": summarise(self.next_s), "next_limits_s": self.next_limit_s,
-        }  # fmt: skip
-
-
-def measure_changes(reports: Sequence[StepBegun], events: Sequence[Event], device: str) -> dict[str, Felt]:
-    """Return how each kind of change was felt: shrink, grow, kill, and the replacement after a kill."""
-    commits = commit_times(reports)
-    medians = median_steps(reports, commits)
-    found: dict[str, Felt] = {}
-
-    def add(kind: str, begin_s: float, change: StepBegun, before: int | None = None) -> Felt:
-        """Add a change; steps from number `before` on belong to the next one."""
-        assert change.change is not None, "it follows a change"
-        felt = found.setdefault(kind, Felt())
-        first = min((step for step, at_s in commits.items() if at_s > begin_s), default=change.step)
-        slower_s = max(medians.get(size, 0.0) for size in change.change[:2])
-        last = change.step + AFTER if before is None else min(change.step + AFTER, before - 1)
-        felt.gap_s.append(max(gaps(commits, min(first, change.step), last), default=0.0))
-        felt.gap_limit_s.append(GAP_FACTOR * slower_s + GAP_EXTRA_S[device])
-        felt.after_s.append(max(gaps(commits, change.step + 1, last), default=0.0))
-        felt.after_limit_s.append(GAP_FACTOR * medians.get(change.size, 0.0))
-        return felt
-
-    for event in events:
-        changes = [
-            each
-            for each in reports
-            if each.change is not None and event.at_s < each.at_s < event.until_s and each.pid != event.pid
-        ]
-        by_step = {each.step: each for each in changes}  # each survivor reports a change
-        ordered = [by_step[step] for step in sorted(by_step)]
-        if not ordered:
-            continue
-        felt = add(event.kind, event.at_s, ordered[0], ordered[1].step if len(ordered) > 1 else None)
-        if event.kind == "kill":
-            end_s = commits.get(ordered[0].step)
-            if end_s is not None:
-                felt.next_s.append(end_s - event.at_s)
-                felt.next_limit_s.append(KILL_S + medians.get(ordered[0].size, 0.0))
-            if len(ordered) > 1:
-                add("replacement", commits.get(ordered[0].step, event.at_s), ordered[-1])
-    return found
-
-
 # --- live ---
 
 
 def run_live(options: GpuOptions, progress: Progress) -> Part:
     """Shrink and grow a job and kill its workers, and measure the gaps between commits."""
-    columns = ("network", "change", "times", "gap ms", "limit", "after ms", "limit", "kill ms", "limit")
-    found = Part(columns=columns)
+    found = Part(columns=("network", *commit_gaps.COLUMNS), remarks=[commit_gaps.REMARK])
     clock = Clock(options.limit_s, len(options.cells))
     for model, mode in options.cells:
         end_s = clock.next_cell()
@@ -225,40 +106,19 @@ def judge_live(
     found: Part, model: str, mode: str, reports: Sequence[StepBegun], events: Sequence[Event], device: str
 ) -> None:
     """Add the rows and verdicts of one network."""
-    felt = measure_changes(reports, events, device)
-    medians = median_steps(reports, commit_times(reports))
-    for kind in ("shrink", "grow", "kill", "replacement"):
-        values = felt.get(kind)
-        if values is None:
-            found.judge(False, f"{model} {mode}: {kind} was not measured")
-            continue
-        cells = []
-        for title, samples, limits in (
-            ("the longest gap between two commits", values.gap_s, values.gap_limit_s),
-            (f"the longest of the {AFTER} steps after it", values.after_s, values.after_limit_s),
-            ("kill -9 to the end of the next step", values.next_s, values.next_limit_s),
-        ):
-            if not samples:
-                cells += ["", ""]
-                continue
-            worst = max(range(len(samples)), key=lambda at: samples[at] - limits[at])
-            shown = f"{quantile(samples, 0.5) * 1e3:.0f} ({samples[worst] * 1e3:.0f})", f"{limits[worst] * 1e3:.0f}"
-            cells += shown
-            if kind == "kill" and samples is values.gap_s:
-                continue  # judged by the time to the next step
-            text = f"{model} {mode}, {kind}: {title} {shown[0]} ms, at most {shown[1]} ms"
-            found.judge(samples[worst] <= limits[worst], text)
-        found.rows.append((f"{model} {mode}", kind, str(len(values.gap_s)), *cells))
-    sizes = {str(size): median_s for size, median_s in medians.items()}
-    found.remarks.append(
-        f"medians, and in brackets the worst: longest gap, longest of {AFTER} steps after, kill to next step"
-    )
+    name = f"{model} {mode}"
+    commits = commit_gaps.commit_times(reports)
+    felt = commit_gaps.measure_changes(reports, events, commit_gaps.EXTRA_S[device])
+    told = commit_gaps.judge(felt, ("shrink", "grow", "kill", "replacement"), name)
+    found.rows += [(name, *row) for row in told.rows]
+    found.verdicts += told.verdicts
+    sizes = {str(size): median_s for size, median_s in commit_gaps.median_steps(reports, commits).items()}
     listed = ", ".join(f"{median_s * 1e3:.1f} ms on {size}" for size, median_s in sizes.items())
-    found.remarks.append(f"{model} {mode}: median step {listed}")
-    commits = sorted(commit_times(reports).items())
+    found.remarks.append(f"{name}: median step {listed}")
     found.cells.append({
-        "model": model, "mode": mode, "median_step_s": sizes, "changes": {kind: each.to_json() for kind, each in felt.items()},
-        "events": [[event.kind, event.at_s, event.until_s] for event in events], "commits_s": commits,
+        "model": model, "mode": mode, "median_step_s": sizes, "slow_share": commit_gaps.slow_share(reports),
+        "changes": told.numbers, "events": [[event.kind, event.at_s, event.until_s] for event in events],
+        "commits_s": sorted(commits.items()),
     })  # fmt: skip
 
 

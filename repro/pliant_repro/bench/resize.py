@@ -7,6 +7,9 @@ the first step then took, and how long it took from the request until new worker
 The time of a recovery runs from just before `kill -9` is sent until the last survivor has the first batch of its next step.
 Every rank is killed about equally often, rank 0 among them, at a random moment of its step. Then the bench asks for a
 replacement, and goes on when that has joined.
+
+These times are the job's view of a change. What users feel is in `felt`: the longest gap between two commits around each
+change, and how many steps after it are slow (`commit_gaps`).
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from pliant.errors import LaunchError
 from pliant.machine import Json
+from pliant_repro.bench import commit_gaps
+from pliant_repro.bench.commit_gaps import Event
 from pliant_repro.bench.elastic import (
     ElasticJob,
     ElasticOptions,
@@ -34,7 +40,7 @@ from pliant_repro.contest import Progress, form, quantile
 SHRINK_S, GROW_S, REQUEST_S, RECOVER_S = 0.020, 0.100, 1.5, 0.300
 """Targets for the medians."""
 SETTLED = 3
-"""Steps between changes."""
+"""Steps of a new job, or of a worker before it is killed, that are not looked at."""
 
 
 # --- resize ---
@@ -88,31 +94,32 @@ def _next_step(reports: Sequence[StepBegun], this: StepBegun) -> StepBegun:
 
 def run_resize(options: ElasticOptions, args: Mapping[str, object], progress: Progress) -> Json:
     """Resize a job to and fro, and return the result. Everything started is gone afterwards."""
-    shrink, grow, failure = Changes(), Changes(), ""
+    shrink, grow, events, failure = Changes(), Changes(), list[Event](), ""
     with ElasticJob(options) as job:
         try:
-            resize_repeatedly(job, shrink, grow, progress)
+            resize_repeatedly(job, shrink, grow, events, progress)
         except LaunchError as error:
             failure = str(error)
-    return resize_result(options, args, shrink, grow, job.reports, failure)
+    return resize_result(options, args, shrink, grow, events, job.reports, failure)
 
 
-def resize_repeatedly(job: ElasticJob, shrink: Changes, grow: Changes, progress: Progress) -> None:
+def resize_repeatedly(job: ElasticJob, shrink: Changes, grow: Changes, events: list[Event], progress: Progress) -> None:
     big, small, repeat = job.options.num_workers, job.options.small, job.options.repeat
     progress("starting", 0.0)
     job.wait_until_steady(big, SETTLED)
     with job.client() as resize:
         # The first pair is not counted: the warm process may not be up yet, and memory is touched for the first time.
         for number in range(repeat + 1):
-            for size, changes in ((small, shrink), (big, grow)):
+            for kind, size, changes in (("shrink", small, shrink), ("grow", big, grow)):
                 progress(f"{big + small - size} -> {size} workers", number / (repeat + 1))
                 mark = len(job.reports)
                 asked_s = resize(size)
-                reports = job.wait_until_steady(size, SETTLED, mark)
+                reports = job.wait_until_steady(size, job.options.after + 2, mark)
                 if size == small:
                     job.wait_for_exits(reports, size)
                 if number:
                     changes.add(reports, size, asked_s)
+                    events.append(Event(kind, asked_s, time.monotonic()))
                 if number and size == big:
                     changes.add_new_workers(reports, asked_s)
     progress("done", 1.0)
@@ -123,16 +130,18 @@ def resize_result(
     args: Mapping[str, object],
     shrink: Changes,
     grow: Changes,
+    events: Sequence[Event],
     reports: Sequence[StepBegun],
     failure: str = "",
 ) -> Json:
+    felt = _felt(options, reports, events, ("shrink", "grow"))
     missed = [
         failure,
         judge_median("shrink", shrink.pause_s, SHRINK_S),
         judge_median("grow", grow.pause_s, GROW_S),
         judge_median("request_to_first_step", grow.new_committed_s, REQUEST_S),
     ]
-    missed = [text for text in missed if text]
+    missed = [text for text in [*missed, *_missed(felt)] if text]
     about = "a pause is that of the survivor who waited longest; the first change in each direction is not counted"
     sizes = (options.small, options.num_workers)
     return form(
@@ -146,7 +155,27 @@ def resize_result(
         request_to_first_step={**summarise(grow.new_committed_s), "until_it_began": summarise(grow.new_began_s)},
         step={str(size): summarise(step_times(reports, size), with_samples=False) for size in sizes},
         targets_s={"shrink": SHRINK_S, "grow": GROW_S, "request_to_first_step": REQUEST_S},
+        **felt,
     )
+
+
+def _felt(options: ElasticOptions, reports: Sequence[StepBegun], events: Sequence[Event], kinds: Sequence[str]) -> Json:
+    """Return how the changes were felt, with the table and the verdicts."""
+    found = commit_gaps.measure_changes(reports, events, commit_gaps.EXTRA_S[options.device], options.after)
+    told = commit_gaps.judge(found, kinds)
+    commits = commit_gaps.commit_times(reports)
+    return {
+        "felt": told.numbers,
+        "felt_table": {"columns": list(commit_gaps.COLUMNS), "rows": [list(row) for row in told.rows]},
+        "verdicts": [{"ok": holds, "text": text} for holds, text in told.verdicts],
+        "slow_share": commit_gaps.slow_share(reports),
+        "commits_s": sorted(commits.items()),
+    }
+
+
+def _missed(felt: Json) -> list[str]:
+    verdicts = cast("list[Json]", felt["verdicts"])
+    return [str(verdict["text"]) for verdict in verdicts if not verdict["ok"]]
 
 
 # --- recover ---
@@ -167,6 +196,8 @@ class Recoveries:
     """Steps that a survivor had committed before the kill and had to do again."""
     steps_of_the_dead: int = 0
     """Steps that only the killed worker had committed; they were done again, to the same bits."""
+    events: list[Event] = field(default_factory=list)
+    """The kills, and the requests for replacements."""
     failure: str = ""
 
     def add(self, before: Mapping[int, StepBegun], victim: int, killed_s: float, reports: Sequence[StepBegun]) -> None:
@@ -231,9 +262,14 @@ def kill_repeatedly(job: ElasticJob, seen: Recoveries, progress: Progress) -> No
             reports = job.wait_until(f"{size - 1} survivors at work", all_back, mark)
             if number:
                 seen.add(before, victim, killed_s, reports)
+            reports = job.wait_until_steady(size - 1, job.options.after + 2, mark)
             asked_s = resize(size)
-            reports = job.wait_until_steady(size, SETTLED, mark)
+            reports = job.wait_until_steady(size, job.options.after + 2, mark)
             if number:
+                seen.events += [
+                    Event("kill", killed_s, asked_s, before[victim].pid),
+                    Event("replacement", asked_s, time.monotonic()),
+                ]
                 began = [each for each in reports if each.own == 1 and each.change is None]
                 seen.replace_s.append(max(each.at_s for each in began) - asked_s)
     progress("done", 1.0)
@@ -258,9 +294,10 @@ def _kill(
 def recover_result(
     options: ElasticOptions, args: Mapping[str, object], seen: Recoveries, reports: Sequence[StepBegun]
 ) -> Json:
+    felt = _felt(options, reports, seen.events, ("kill", "replacement"))
     missed = [seen.failure, judge_median("recover", seen.recover_s, RECOVER_S, ".0f")]
     missed.append(f"{seen.steps_lost} committed steps were done again" if seen.steps_lost else "")
-    missed = [text for text in missed if text]
+    missed = [text for text in [*missed, *_missed(felt)] if text]
     pairs = list(zip(seen.ranks, seen.recover_s, strict=True))
     by_rank = {str(rank): summarise([s for who, s in pairs if who == rank]) for rank in sorted(set(seen.ranks))}
     ours = summarise(seen.recover_s)
@@ -278,4 +315,5 @@ def recover_result(
         killed_ranks=list(seen.ranks),
         step=summarise(step_times(reports, options.num_workers), with_samples=False),
         targets_s={"recover": RECOVER_S},
+        **felt,
     )

@@ -16,8 +16,8 @@ ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver", "user_annotation", "python_f
 TOP = 15
 """Length of each list."""
 LONG_GAP_US = 20.0
-IO_LOOP = (": _run", ": _poll")
-"""Functions of pliant that only its background threads are in."""
+IO_LOOP = "pliant/comm/reactor.py("
+"""Functions of this file run in pliant's background threads only."""
 
 
 def summarise(events: Iterable[Event], steps: int) -> dict[str, object]:
@@ -61,7 +61,10 @@ def is_ours(name: str) -> bool:
 
 def without_waiting_threads(host: Sequence[Event]) -> list[Event]:
     """Return the events without those of pliant's background threads, which wait for messages nearly all the time."""
-    waiting = {_thread(each) for each in host if str(each["name"]).endswith(IO_LOOP) and is_ours(str(each["name"]))}
+    in_loop = (
+        each for each in host if IO_LOOP in str(each["name"]) and str(each["name"]).endswith((": _run", ": _poll"))
+    )
+    waiting = {_thread(each) for each in in_loop}
     return [each for each in host if _thread(each) not in waiting]
 
 

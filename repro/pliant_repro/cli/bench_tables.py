@@ -88,8 +88,7 @@ def show_gpu(result: Json) -> None:
     title = f"{args['part']} on {device.get('name', args['device'])}, {cast(float, result['took_s']):.0f} s"
     left = ("side", "change", "result", "sizes", "digest after the last step")
     show_table(title, table["columns"], table["rows"], left)
-    for verdict in cast("list[Cell]", result["verdicts"]):
-        say(f"{'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}")
+    _show_verdicts(result)
 
 
 def _show_pauses(title: str, rows: Iterable[tuple[str, object, object]]) -> None:
@@ -115,6 +114,7 @@ def show_resize(result: Json) -> None:
         rows += [(f"  {key.replace('_', ' ')}", values[key], None) for key in details]
     many, few = args["np"], args["to"]
     _show_pauses(f"resize {args['model']}: {many} -> {few} -> {many} workers, {args['repeat']} times", rows)
+    _show_felt(result)
 
 
 def show_recover(result: Json) -> None:
@@ -127,6 +127,19 @@ def show_recover(result: Json) -> None:
         ("  an undisturbed step", result["step"], None),
     ]
     _show_pauses(f"recover {args['model']}: {args['repeat']} kills of {args['np']} workers, {lost}", rows)
+    _show_felt(result)
+
+
+def _show_felt(result: Json) -> None:
+    """Print how the changes were felt: gaps between commits beside median steps, and which limits hold."""
+    table = cast(Cell, result["felt_table"])
+    show_table("what is felt: gaps between commits", table["columns"], table["rows"], ("change",))
+    _show_verdicts(result)
+
+
+def _show_verdicts(result: Json) -> None:
+    for verdict in cast("list[Cell]", result["verdicts"]):
+        say(f"{'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}")
 
 
 def show_priority(result: Json) -> None:
