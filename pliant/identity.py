@@ -116,6 +116,8 @@ class WorkerSpec:
     """Whether the job follows the membership of the config server: workers may come and go."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
+    order: str = ""
+    """How the gradients of the replicas are added: ddp or tree; empty where the program decides."""
     allow: tuple[str, ...] = ()
     """Operators that may run without a deterministic kernel, besides those that the program allows."""
     verify: int | None = None

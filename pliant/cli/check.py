@@ -35,7 +35,7 @@ from pliant.cli.run import split_flags
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError, LaunchError
 from pliant.identity import CheckSettings
-from pliant.launch.plan import LEVELS, find_command
+from pliant.launch.plan import LEVELS, check_order, find_command
 from pliant.launch.supervisor import NEVER_JOINED, TIMEOUT_EXIT
 
 PLIANT = (sys.executable, "-c", "from pliant.cli.main import main; main()")
@@ -282,6 +282,7 @@ def check(
     determinism: Annotated[
         str, option("--determinism", "D0|D1|D2", "As for `pliant run`.", completion.one_of("D0", "D1", "D2"))
     ] = "",
+    order: Annotated[str, option("--order", "ddp|tree", "As for `pliant run`.", completion.one_of("ddp", "tree"))] = "",
     allow: Annotated[
         list[str] | None,
         option("--allow", "OPERATOR", "As for `pliant run`; repeatable.", show_default=False),
@@ -302,10 +303,13 @@ def check(
     sizes = _parse_sizes(workers)
     if determinism.upper() not in ("", *LEVELS):
         raise ConfigError(f"--determinism {determinism!r} is not known: use one of {', '.join(LEVELS)}")
+    check_order(order.lower())
     find_command(program)
     parse_duration(timeout, "--timeout")
     check_writable(json_file)
-    flags = [*(["--determinism", determinism] if determinism else []), *(f"--allow={each}" for each in allow or ())]
+    given = {"--determinism": determinism, "--order": order}
+    flags = [word for flag, value in given.items() if value for word in (flag, value)]
+    flags += [f"--allow={each}" for each in allow or ()]
     with TemporaryDirectory(prefix="pliant-check-") as folder, exit_on_sigterm():
         report = _check(program, count, sizes, timeout, flags, Path(folder))
     save_json(report, json_file)

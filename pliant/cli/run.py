@@ -89,6 +89,7 @@ class RunArguments:
     checkpoint_every: Annotated[str, _state("--checkpoint-every", "STEPS", "Steps between checkpoints.")] = "0"
     resume: Annotated[str, _state("--resume", "auto|PATH", "Begin with the newest checkpoint, or with this one.", completion.one_of("auto"))] = ""
     determinism: Annotated[str, _state("--determinism", "D0|D1|D2", "D0: bits hold until workers change; D1 (default): on any like workers; D2: on unlike machines.", completion.one_of("D0", "D1", "D2"))] = ""
+    order: Annotated[str, _state("--order", "ddp|tree", "How gradients are added: as DDP on gloo does (default on CPUs), or along a binary tree (on GPUs).", completion.one_of("ddp", "tree"))] = ""
     allow: Annotated[list[str] | None, _state("--allow", "OPERATOR", "Let this operator run without a deterministic kernel; repeatable.")] = None
     verify: Annotated[str, _state("--verify", "STEPS|off", "Compare the workers' states every STEPS steps; default 100.", completion.one_of("off"))] = ""
 
@@ -157,6 +158,7 @@ class RunArguments:
             plain=self.plain,
             warm=self.warm,
             determinism=self.determinism.upper(),
+            order=self.order.lower(),
             allow=tuple(self.allow or ()),
             verify=parse_verify(self.verify.lower()),
             checkpoint_dir=_absolute(self.checkpoint_dir),

@@ -25,7 +25,7 @@ from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
 TEXTS = frozenset({
-    "kind", "name", "program", "args", "command", "devices", "determinism", "allow", "verify", "env", "hosts", "policy", "monitor", "flags",
+    "kind", "name", "program", "args", "command", "devices", "determinism", "order", "allow", "verify", "env", "hosts", "policy", "monitor", "flags",
 })  # fmt: skip
 """Keys of a train job whose scalars are taken as they are written: YAML would make 8 of 010, and False of no."""
 PATHS = ("checkpoint_dir", "record", "logdir")
@@ -67,6 +67,8 @@ class TrainJob(BaseModel):
     """Whether the job may have several device types at a time."""
     determinism: Literal["", "D0", "D1", "D2"] = ""
     """Determinism level; empty: what the program says."""
+    order: Literal["", "ddp", "tree"] = ""
+    """How gradients are added; empty: what the program says."""
     allow: Texts = ()
     """Operators that may run without a deterministic kernel, besides those that the program allows."""
     verify: str = ""
@@ -161,8 +163,8 @@ class TrainJob(BaseModel):
     def run_flags(self) -> list[str]:
         """Return the flags of `pliant run` that the job file asks for, without workers and hosts."""
         flags = {
-            "--determinism": self.determinism, "--verify": self.verify, "--checkpoint-dir": self.checkpoint_dir,
-            "--checkpoint-every": self.checkpoint_every if self.checkpoint_dir else "", "--monitor": self.monitor,
+            "--determinism": self.determinism, "--order": self.order, "--verify": self.verify,
+            "--checkpoint-dir": self.checkpoint_dir, "--checkpoint-every": self.checkpoint_every if self.checkpoint_dir else "", "--monitor": self.monitor,
             "--record": self.record, "--logdir": self.logdir,
         }  # fmt: skip
         words = [str(word) for flag, value in flags.items() if value != "" for word in (flag, value)]

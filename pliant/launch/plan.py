@@ -31,6 +31,15 @@ LEVELS = ("D0", "D1", "D2")
 """Levels of determinism: equal bits for an equal number of workers, for any number, and on machines of other kinds."""
 
 
+def check_order(name: str) -> str:
+    """Return `name`, the order of a job; empty leaves it to the program. Raise ConfigError if there is no such order."""
+    from pliant.comm.order import EXACT_ORDERS
+
+    if name and name not in EXACT_ORDERS:
+        raise ConfigError(f"--order {name!r} is not known: use one of {', '.join(EXACT_ORDERS)}")
+    return name
+
+
 def check_strategy(name: str) -> str:
     """Return `name` in capital letters; raise ConfigError with the known names if there is no such strategy."""
     from pliant.comm.topology import STRATEGIES
@@ -77,6 +86,8 @@ class RunOptions:
     """In watch mode, stay after the local workers have finished."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
+    order: str = ""
+    """How gradients are added, ddp or tree; empty leaves it to the program."""
     allow: tuple[str, ...] = ()
     """Operators that may run without a deterministic kernel."""
     verify: int | None = None
@@ -146,6 +157,7 @@ class RunOptions:
                 raise ConfigError(f"{flag} {count}: use 0 or more")
         if self.determinism and self.determinism not in LEVELS:
             raise ConfigError(f"--determinism {self.determinism!r} is not known: use one of {', '.join(LEVELS)}")
+        check_order(self.order)
         parse_monitors(self.adapting.get("monitor", ""))
         for policy in self.adapting.get("policy", "").splitlines():
             check_policy(policy)
@@ -306,6 +318,7 @@ class LaunchPlan:
             "-strategy": self.options.strategy,
             "-w": self.options.watch,
             "--determinism": self.options.determinism,
+            "--order": self.options.order,
             "--allow": list(self.options.allow),
             "--verify": format_verify(self.options.verify),
             "--resize-schedule": format_schedule(self.options.resize_schedule),
@@ -343,6 +356,7 @@ class LaunchPlan:
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
             determinism=options.determinism,
+            order=options.order,
             allow=options.allow,
             verify=options.verify,
             checkpoint_dir=options.checkpoint_dir,

@@ -54,6 +54,8 @@ class Adaptation:
         """Called after each step with the observation and this worker's rank."""
         self.view_listeners: list[Callable[[Engine], None]] = []
         """Called with the engine of each view."""
+        self.order = "ddp"
+        """How gradients are added, for the record."""
         self.not_promised: tuple[str, ...] = ()
         """The operators without deterministic kernels that the user allows, for the record."""
         self.resumed_at: int | None = None
@@ -227,6 +229,7 @@ class Adaptation:
                 replicas=seen.replicas,
                 batch_size=self.batch_size,
                 workers=self._engine.size,
+                order=self.order,
                 **({"bits_not_promised": list(self.not_promised)} if self.not_promised else {}),
             )
             self._decide(self.policies.ask("before_train", seen))

@@ -12,6 +12,7 @@ import torch
 
 from pliant.adapt.monitors import StallDetector, wants_stall_detection
 from pliant.cluster import PortRange, Worker
+from pliant.comm.order import Order
 from pliant.elastic.member import Member
 from pliant.errors import TrainError
 from pliant.identity import WorkerSpec
@@ -60,6 +61,8 @@ class JobSettings:
     verify: int = EVERY
     allow: tuple[str, ...] = ()
     """Operators that may run without a deterministic kernel."""
+    order: Order | None = None
+    """How gradients are added; None for the default of the device."""
 
 
 @dataclass(slots=True)
@@ -128,6 +131,7 @@ def assemble(
     feeder, replicas = data
     averaging, adapting, tracked = wrapped.averaging, settings.adapting, declared.tracked
     device = next(wrapped.models[0].parameters()).device
+    order = settings.order or default_order(device)
     follows_view = settings.replicas is None and spec is not None
     check_tracked(wrapped.optimizers, tracked)
     tuner = SyncTuner(
@@ -148,6 +152,8 @@ def assemble(
         **watching,
     )
     deferring: dict[str, Any] = {"before_backward": deferred.unused_parameters} if tuner.may_defer else {}
+    if order != "ddp":
+        deferring["order"] = order
     reducers = [
         GradientReducer(
             found,
@@ -163,7 +169,7 @@ def assemble(
     probe = reducers[0].probe = make_probe(adapting.monitors, reducers, wrapped.optimizers, averaging)
     progress = Progress()
     adaptation = Adaptation(adapting, progress, replicas, probe, services.request_workers, services.notify)
-    adaptation.not_promised = settings.allow
+    adaptation.order, adaptation.not_promised = order, settings.allow
     state = JobState(
         wrapped.models,
         wrapped.optimizers,
@@ -177,7 +183,7 @@ def assemble(
         sync_buffers=wrapped.sync_buffers,
     )
     directory, every = (spec.checkpoint_dir, spec.checkpoint_every) if spec is not None else ("", 0)
-    checkpointing = Checkpointing(state, directory, every, settings.level, services.notify)
+    checkpointing = Checkpointing(state, directory, every, {"level": settings.level, "order": order}, services.notify)
     start_random = _start_random(settings.seed, declared.rank_seed, device)
 
     def start_job(had_state: bool) -> None:
@@ -189,6 +195,7 @@ def assemble(
             directory=directory,
             random=start_random,
             first=declared.first,
+            order=order,
             notify=services.notify,
         )
 
@@ -196,7 +203,7 @@ def assemble(
         if trainer.is_first:
             checkpointing.write_last(is_between_steps=is_between_steps)
 
-    program = describe_program(parameters, replicas, follows_view=follows_view)
+    program = describe_program(parameters, replicas, order, follows_view=follows_view)
     program += f", {averaging.describe()}" if averaging is not None else ""
     program += f", tracks {', '.join(sorted(tracked))}" if tracked else ""
     rendezvous = ViewRendezvous(
@@ -240,6 +247,15 @@ def assemble(
     )
     _hook_program(wrapped, tracked, trainer, services.stack, may_defer=tuner.may_defer)
     return Assembled(trainer, rendezvous, checkpointing, probe)
+
+
+def default_order(device: torch.device) -> Order:
+    """Return the order of a job on this device whose user has not asked for one.
+
+    On CPUs stock DDP has an order, gloo's, which it is worth having the bits of. On GPUs DDP runs on NCCL, whose order depends
+    on the machines, so the order is free to be the one that costs the least.
+    """
+    return "ddp"  # "tree" on CUDA as soon as the reducers add in it
 
 
 def _hook_program(

@@ -156,8 +156,12 @@ def _failure(path: Path, nbytes: int, error: OSError) -> str:
 class Checkpointing:
     """Decides when a job writes checkpoints, and where."""
 
-    def __init__(self, state: JobState, directory: str, every: int, level: str, notify: Callable[[str], None]) -> None:
-        self._state, self._level, self._notify = state, level, notify
+    def __init__(
+        self, state: JobState, directory: str, every: int, meta: dict[str, object], notify: Callable[[str], None]
+    ) -> None:
+        self._state, self._notify = state, notify
+        self._meta = {"torch": torch.__version__, **meta}
+        """What a reader wants to know of the job: its level of determinism, its order."""
         self._directory, self._every = directory, every
         """The job's own directory, empty if it has none; and the number of steps between checkpoints, 0 for never."""
         self._writer: CheckpointWriter | None = None
@@ -230,7 +234,7 @@ class Checkpointing:
                 step=progress.step,
                 epoch=progress.epoch,
                 num_replicas=self._state.replicas.count,
-                meta={"torch": torch.__version__, "level": self._level},
+                meta=self._meta,
                 state=state,
                 contexts=contexts,
             ),
@@ -247,6 +251,7 @@ def set_initial_state(
     directory: str,
     random: Callable[[int], RngState],
     first: Progress,
+    order: str,
     notify: Callable[[str], None],
 ) -> None:
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
@@ -256,12 +261,13 @@ def set_initial_state(
         asked: the checkpoint to start from; `auto` is the newest of `directory`, the job's own.
         random: returns the random state that a replica starts with.
         first: where the program begins, if not from a checkpoint.
+        order: how the job adds gradients.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of a job with another number of replicas.
+        CheckpointError: the checkpoint is damaged, or of a job with another number of replicas or another order.
     """
     count = state.replicas.count
-    if count > 1 and not (found := determinism.self_check(count)).ok:
+    if count > 1 and order == "ddp" and not (found := determinism.self_check(count)).ok:
         notify(f"warning: the result may change with the number of workers (only D0 holds): {found.detail}")
     damaged: list[str] = []
     path = _find_start(asked, directory, had_state, damaged.append)
@@ -275,6 +281,7 @@ def set_initial_state(
                 f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
                 f"that is another experiment; use replicas={loaded.num_replicas}"
             )
+        _check_order(path, loaded, order)
         state.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
         state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
         notify(f"{lost}resumed from {path} at step {loaded.step}")
@@ -291,6 +298,17 @@ def set_initial_state(
     state.progress.set(first)
     begin = DataPosition(first.epoch, first.epoch_step)
     state.replicas.contexts = [ReplicaContext(random(replica), begin, own) for replica in range(count)]
+
+
+def _check_order(path: Path, loaded: Checkpoint, order: str) -> None:
+    """Refuse a checkpoint of a job that adds gradients in another order. The sum of two does not depend on it."""
+    theirs = str(loaded.meta.get("order", "ddp"))  # version 0.1 had no other
+    if theirs != order and loaded.num_replicas > 2:
+        raise CheckpointError(
+            f"{path} is of a job that adds the gradients of its {loaded.num_replicas} replicas in the order {theirs!r}, this one "
+            f"in the order {order!r}: that is another experiment; go on with `pliant run --order {theirs}` or "
+            f"pliant.join(order={theirs!r})"
+        )
 
 
 def _find_start(asked: str, directory: str, had_state: bool, notify: Callable[[str], None]) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pliant.adapt import Policy
+from pliant.comm.order import EXACT_ORDERS, Order
 from pliant.errors import ConfigError, NotLaunched
 from pliant.identity import WorkerSpec, report_joined, worker_spec
 from pliant.process_title import program_name, show_as
@@ -25,6 +26,7 @@ def join(
     replicas: int | None = None,
     *,
     determinism: str | None = None,
+    order: str | None = None,
     sync: str = "fifo",
     slice_bytes: int | None = None,
     in_flight_bytes: int | None = None,
@@ -44,6 +46,10 @@ def join(
             one replica per worker, and N follows the number of workers (weak scaling), so the result depends on them.
         determinism: "D0" (equal bits as long as the workers stay the same), "D1" (equal bits on any workers of one
             kind; the default) or "D2" (also on machines of different kinds, at a price).
+        order: how the gradients of the N replicas are added. It is part of the experiment: sums of three or more floats
+            depend on it. "ddp" (the default on CPUs): as torch's DDP on gloo adds them. "tree" (the default on GPUs):
+            along a balanced binary tree over the replicas, so that a worker adds the gradients of its own replicas at
+            once, keeps few of them, and sends few to other hosts. Both give the same bits on any workers.
         sync: how sums travel; it never changes a bit. "fifo": in the order in which backward makes them, and the
             optimizer waits for all. "priority": what the next forward needs first goes first, and each parameter is
             updated when its sum arrives, while the forward already runs. "auto": priority if the network is slow enough
@@ -100,6 +106,7 @@ def join(
         adaptation_settings(spec, policies, monitor or {}, record, replay),
         EVERY if verify is None else verify,
         allowed,
+        order=_order(order, spec),
     )
     job = Job(spec, settings)
     if spec is not None:
@@ -119,3 +126,17 @@ def _level(asked: str | None, spec: WorkerSpec | None) -> Level:
     if asked and given and asked.upper() != given.upper():
         raise ConfigError(f"determinism={asked!r} in the program, but --determinism {given}: give one of them")
     return level_of(asked or given or "D1")
+
+
+def _order(asked: str | None, spec: WorkerSpec | None) -> Order | None:
+    """Return the order that the program or `pliant run` asks for; None for the default of the device."""
+    given = spec.order if spec is not None else ""
+    if asked and given and asked != given:
+        raise ConfigError(f"order={asked!r} in the program, but --order {given}: give one of them")
+    wanted = asked or given
+    if not wanted:
+        return None
+    for known in EXACT_ORDERS:
+        if wanted == known:
+            return known
+    raise ConfigError(f"order={wanted!r} is unknown: use one of {', '.join(map(repr, EXACT_ORDERS))}")

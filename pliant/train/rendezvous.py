@@ -276,7 +276,7 @@ class ViewRendezvous:
         if theirs.program != mine.program:
             raise Refused(
                 f"this worker runs another program than {engine.view.workers[reference]}: {mine.program} here, "
-                f"{theirs.program} there; start all workers with the same script and data"
+                f"{theirs.program} there; start all workers with the same script, options and data"
             )
         found = differences(self._fingerprint, Fingerprint.from_json(theirs.fingerprint), self._level)
         if found and engine.rank != reference:

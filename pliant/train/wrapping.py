@@ -97,13 +97,15 @@ class StateNamespace:
         return "state(" + ", ".join(f"{name}={value!r}" for name, value in vars(self).items()) + ")"
 
 
-def describe_program(parameters: Sequence[NamedParameters], replicas: Replicas, *, follows_view: bool) -> str:
-    """Describe what must be the same on all workers: replicas, the parameters of each model, samples."""
+def describe_program(
+    parameters: Sequence[NamedParameters], replicas: Replicas, order: str, *, follows_view: bool
+) -> str:
+    """Describe what must be the same on all workers: replicas and their order, the parameters of each model, samples."""
     shapes = repr([(name, tuple(p.shape), str(p.dtype)) for each in parameters for name, p in each]).encode()
     digest = hashlib.sha256(shapes).hexdigest()[:12]
     count = "a replica per worker" if follows_view else f"{replicas.count} replicas"
     samples = f"{replicas.num_samples} samples in batches of {replicas.loading.batch_size}"
-    return f"{count}, {sum(map(len, parameters))} parameters ({digest}), {samples}"
+    return f"{count} added in the order {order!r}, {sum(map(len, parameters))} parameters ({digest}), {samples}"
 
 
 def why_no_priority(

@@ -65,7 +65,7 @@ def run_check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_good_program_has_the_same_bits_everywhere(tmp_path: Path) -> None:
-    words = ("--steps", "5", "--allow", "put_", "--allow", "median", "--json", "found.json")
+    words = ("--steps", "5", "--order", "ddp", "--allow", "put_", "--allow", "median", "--json", "found.json")
     ended = run_check(tmp_path, *words, "train.py", "2", "put", "--json")
     assert ended.returncode == 0, ended.stderr
     same, allowed = ended.stdout.splitlines()
@@ -188,6 +188,7 @@ def test_mistakes_in_the_command_end_with_2(pliant: Callable[..., tuple[int, str
         (("--steps", "2", "train.py"), "--steps 2"),
         (("--workers", "0", "train.py"), "--workers 0"),
         (("--determinism", "D9", "train.py"), "D9"),
+        (("--order", "fast", "train.py"), "use one of ddp, tree"),
         (("--timeout", "soon", "train.py"), "--timeout"),
         (("-m", "no.such_module"), "no.such_module"),
         ((), "PROGRAM"),

@@ -51,6 +51,7 @@ def asked(pliant: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> Calla
         ("pliant run --strategy MULTI_", {"MULTI_STAR", "MULTI_BINARY_TREE_STAR"}),
         ("pliant run --policy schedu", {"scheduled-batch-size", "scheduled-size"}),
         ("pliant run --determinism ", {"D0", "D1", "D2"}),
+        ("pliant run --order ", {"ddp", "tree"}),
         ("pliant serve --policy yarn", {"yarn-cs", "yarn-cs-gang"}),
         ("pliant sim --policy optimus,poll", {"optimus,pollux"}),
         ("pliant reproduce kungfu-fig1", {"kungfu-fig10"}),

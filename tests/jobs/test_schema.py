@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from pliant.comm.order import EXACT_ORDERS
 from pliant.errors import ConfigError
 from pliant.jobs.schema import JobFile, TrainJob, job_from_json, read_job
 from pliant.train.determinism import LEVELS
@@ -96,6 +97,7 @@ speed:
 
   t4: fast
 determinism: d4
+order: fast
 env:
   A B: x
 mixed: yes please
@@ -112,11 +114,12 @@ directory: /
         f"job.yml:5: program tain.py: no such file; it is looked for in {tmp_path}",
         "job.yml:9: speed.t4 'fast': use a number",
         "job.yml:10: determinism 'd4' is not known: use 'D0', 'D1' or 'D2'",
-        "job.yml:11: env 'A B' cannot be a variable: use letters, digits and _, as in OMP_NUM_THREADS",
-        "job.yml:13: mixed 'yes please': use true or false",
-        "job.yml:14: priority 'high': use a whole number",
-        "job.yml:15: name 'no/such': use up to 64 letters, digits, . _ and -, beginning with a letter or digit",
-        "job.yml:16: unknown key 'directory': a job runs where its file is",
+        "job.yml:11: order 'fast' is not known: use 'ddp' or 'tree'",
+        "job.yml:12: env 'A B' cannot be a variable: use letters, digits and _, as in OMP_NUM_THREADS",
+        "job.yml:14: mixed 'yes please': use true or false",
+        "job.yml:15: priority 'high': use a whole number",
+        "job.yml:16: name 'no/such': use up to 64 letters, digits, . _ and -, beginning with a letter or digit",
+        "job.yml:17: unknown key 'directory': a job runs where its file is",
     ]
 
 
@@ -225,6 +228,7 @@ def test_the_example_is_a_job() -> None:
 
 def test_levels_are_those_of_training() -> None:
     assert get_args(TrainJob.model_fields["determinism"].annotation) == ("", *LEVELS)
+    assert get_args(TrainJob.model_fields["order"].annotation) == ("", *EXACT_ORDERS)
 
 
 def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
@@ -244,12 +248,12 @@ def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
 def test_what_pliant_run_is_asked_for_becomes_its_flags(tmp_path: Path) -> None:
     text = (
         "program: train.py\nreplicas: 4\nworkers: 2\nhosts: a:2,b:2\ncheckpoint_dir: kept\nrecord: run.jsonl\n"
-        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nallow: [put_, median]\nverify: off\nflags: [--tensorboard, runs]\n"
+        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\norder: tree\nallow: [put_, median]\nverify: off\nflags: [--tensorboard, runs]\n"
     )
     job = read(tmp_path, text).job
     assert isinstance(job, TrainJob)
     assert job.run_flags() == [
-        "--determinism", "D1", "--verify", "off", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50",
+        "--determinism", "D1", "--order", "tree", "--verify", "off", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50",
         "--monitor", "variance=10",
         "--record", f"{tmp_path}/run.jsonl", "--allow", "put_", "--allow", "median", "--policy", "priority", "--policy", "noise:x=1", "--tensorboard", "runs",
     ]  # fmt: skip

@@ -73,6 +73,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
         (["--plain"], "plain", True),
         (["--max-restarts", "0"], "max_restarts", 0),
         (["--determinism", "d2"], "determinism", "D2"),
+        (["--order", "Tree"], "order", "tree"),
         (["--checkpoint-dir", "ck"], "checkpoint_dir", str(Path.cwd() / "ck")),
         (["--checkpoint-dir", "/ck", "--checkpoint-every", "50"], "checkpoint_every", 50),
         (["--checkpoint-dir", "/ck", "--resume", "auto"], "resume", "auto"),

@@ -150,6 +150,7 @@ def test_a_worker_reads_its_environment_back() -> None:
         heartbeat_timeout_s=3.0,
         strategy="ring",
         determinism="D1",
+        order="tree",
         allow=("put_", "median CUDA with indices output"),
         checkpoint_dir="/ck",
         checkpoint_every=50,
@@ -162,6 +163,7 @@ def test_a_worker_reads_its_environment_back() -> None:
     assert worker_spec(environ) == spec
     assert spec.allow == ("put_", "median CUDA with indices output")
     assert (spec.strategy, spec.elastic, spec.determinism, spec.resume) == ("RING", True, "D1", "auto")
+    assert (spec.order, made.agreement["--order"]) == ("tree", "tree")
     assert (spec.checkpoint_dir, spec.checkpoint_every, spec.resize_schedule) == ("/ck", 50, ((10, 2), (20, 0)))
     assert (environ["HOME"], environ["PYTHONUNBUFFERED"], environ["PLIANT_LOCAL_RANK"]) == ("/h", "x", "1")
     assert made.worker_environ({}, spec, slot=1, mark="m")["PYTHONUNBUFFERED"] == "1"

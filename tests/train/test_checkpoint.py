@@ -311,7 +311,7 @@ def test_a_job_that_has_lost_its_state_goes_back_as_little_as_it_can(tmp_path: P
 
 def test_one_that_is_due_where_an_epoch_is_left_waits_for_its_end() -> None:
     """Else a resumed job would go on with the steps of the epoch that the program has left."""
-    made = Checkpointing(mock.Mock(), "folder", 3, "D1", print)
+    made = Checkpointing(mock.Mock(), "folder", 3, {"level": "D1"}, print)
 
     def end_step(step: int, *, leaves_epoch: bool = False) -> None:
         made.end_step(StepCommitted(step, 0, step, 1, 0, 0.0, 0.0, {}, leaves_epoch), lambda: True)

@@ -259,6 +259,7 @@ def test_a_job_says_what_it_does_not_promise(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.count("bits not promised: put_ (") == 1
     start = next(fact for fact in map(json.loads, facts.read_text().splitlines()) if fact["kind"] == "start")
     assert start["bits_not_promised"] == ["put_"]
+    assert start["order"] == "ddp"
     with pytest.raises(NotDeterministic, match=r"put_ has no deterministic kernel .*blocks\.1\.attn\.inner \(Put\)"):
         train()
     with pytest.raises(NotDeterministic):
