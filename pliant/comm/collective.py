@@ -307,6 +307,8 @@ class Collectives:
         """The reason why nothing begins here any more."""
         self.links_to_drop: list[PeerLink] = []
         """Links to workers that peers have reported lost."""
+        self._torn: Exception | None = None
+        self._torn_callbacks: list[Callable[[Exception], None]] = []
 
     # --- submissions ---
 
@@ -383,6 +385,7 @@ class Collectives:
                 self._requests.on_request(link, frame, payload)
             case FrameKind.MOVED:
                 error = self.peers.on_moved(link, payload)
+                self._tear(error)
                 self._fail_dependents(link.rank, error)
                 self._requests.fail(error, link.rank)
             case _:
@@ -415,6 +418,7 @@ class Collectives:
         if reported_by is not None:
             self.links_to_drop.append(self.peers.links[rank])
         self.peers.send_to_all(FrameKind.LOST, why.encode(), piece=rank)
+        self._tear(error)
         for operation in self.operations.involving(rank):
             self.operations.fail(operation, error)
         self._drop_peer(rank, error)
@@ -424,8 +428,22 @@ class Collectives:
         if rank in self.peers.lost:
             return
         error = self.peers.mark_lost(rank, "it left the job")
+        self._tear(error)
         self._fail_dependents(rank, error)
         self._drop_peer(rank, error)
+
+    def add_torn_callback(self, callback: Callable[[Exception], None]) -> None:
+        """Have `callback` called once, when not all workers take part in this view any more; at once if that is so."""
+        if self._torn is not None:
+            callback(self._torn)
+        else:
+            self._torn_callbacks.append(callback)
+
+    def _tear(self, error: Exception) -> None:
+        if self._torn is None:
+            self._torn = error
+            for callback in self._torn_callbacks:
+                callback(error)
 
     def _fail_dependents(self, rank: int, error: Exception) -> None:
         for operation in self.operations.involving(rank):
@@ -451,6 +469,7 @@ class Collectives:
 
     def fail_all(self, error: Exception) -> None:
         """Fail everything that is open with `error`."""
+        self._tear(error)
         self.operations.fail_all(error)
         self.pings.cancel()
         self._requests.fail(error)

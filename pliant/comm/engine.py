@@ -102,6 +102,11 @@ class Engine:
         """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
         self._transport.close_engine()
 
+    def add_torn_callback(self, callback: Callable[[Exception], None]) -> None:
+        """Have `callback` called once, on the engine's thread, as soon as not all workers take part in this view any more:
+        one is lost, has left or has moved on, or this one has. It gets the error, and must not block. Thread-safe."""
+        self._reactor.post(ReactorCall(partial(self._collectives.add_torn_callback, callback), callback))
+
     def wake(self) -> None:
         """Make progress at once, because somebody waits for a result."""
         self._reactor.wake()
