@@ -193,7 +193,7 @@ class Interference(Policy):
         asked, self._asked = self._asked, ""
         self._skip = SETTLING
         hosts = tuple(worker.host for worker in obs.workers)
-        network = Network(hosts, obs.link_rates, obs.replicas)
+        network = Network(hosts, obs.link_rates, obs.replicas, obs.order)
         num_bytes = max((worker.comm_bytes for worker in obs.workers), default=0.0) or 1e6
         present, launch = parse_strategy(obs.strategy), parse_strategy(self._launch)
         match asked:
@@ -210,7 +210,7 @@ class Interference(Policy):
                 if asked == "second":
                     # A process that had to wait for a core makes a link seem slow, never fast.
                     rates = [[*map(max, *rows)] for rows in zip(self._rates, obs.link_rates, strict=True)]
-                    network = Network(hosts, rates, obs.replicas)
+                    network = Network(hosts, rates, obs.replicas, obs.order)
                 slower = self._slower(network, num_bytes, obs)
                 self.report(f"AP:: {obs.strategy} takes {slower:.2f} x as long on the links as in quiet times")
                 if slower < DEGRADED:
@@ -259,7 +259,7 @@ class Interference(Policy):
         present = parse_strategy(obs.strategy)
         times = [
             strategy_selection.predict_s(
-                present, Network(network.hosts, _links(network.hosts, able), obs.replicas), num_bytes
+                present, Network(network.hosts, _links(network.hosts, able), obs.replicas, obs.order), num_bytes
             )
             for able in (left, quiet)
         ]

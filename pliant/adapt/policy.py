@@ -67,6 +67,8 @@ class Observation:
     view: int = 0
     """Number of the view; it grows with every change of the workers."""
     replicas: int = 1
+    order: str = "ddp"
+    """How the gradients of the replicas are added: ddp or tree."""
     batch_size: int = 1
     """Samples in the batch of one replica."""
     learning_rate_factor: float = 1.0

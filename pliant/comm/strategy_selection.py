@@ -1,7 +1,7 @@
 """Selection of a strategy by the measured rates of the links between the workers. Pure: rates in, a strategy out.
 
 The time of an all-reduce is predicted from the bytes that each link and each host has to send and receive; the busiest
-one decides. The bytes follow from the topology and from the exact order of summation, as in `comm.plan`, but without
+one decides. The bytes follow from the topology and from the order of summation, as in `comm.plan`, but without
 slices, so that dozens of topologies can be compared in a moment.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pliant.comm.order import even_partition
+from pliant.comm.order import even_partition, operands_of_ranks, tree_fold
 from pliant.comm.topology import (
     Forest,
     Strategy,
@@ -46,6 +46,8 @@ class Network:
     rates: Rates
     replicas: int = 0
     """The number of replicas in total; 0 means one per worker."""
+    order: str = "ddp"
+    """How their values are added: ddp or tree."""
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ def _upper_mean(rates: Sequence[float]) -> float:
 
 
 def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list[float]:
-    """Return the number of operands that each rank hands to its parent, averaged over these chunks of the exact order.
+    """Return the number of operands that each rank hands to its parent, averaged over these chunks of gloo's order.
 
     Only the beginning of a chunk's chain of summation can be folded on the way, as far as it lies in one subtree.
     """
@@ -149,8 +151,15 @@ Lane = tuple[float, Topology, list[float]]
 
 def lanes(strategy: Strategy, network: Network) -> list[Lane]:
     """Return each topology of the strategy that has a share of the tensor."""
-    trees = strategy.topologies(network.hosts, "ddp")
+    trees = strategy.topologies(network.hosts, network.order)
     replicas = network.num_replicas
+    if network.order == "tree":
+        parts = [end - begin for begin, end in even_partition(replicas, len(network.hosts))]
+        own = operands_of_ranks(parts, "tree")
+        ranks = range(len(network.hosts))
+        return [
+            (1 / len(trees), tree, [float(len(tree_fold(tree, own, rank).result)) for rank in ranks]) for tree in trees
+        ]
     chunks_of: list[list[int]] = [[] for _ in trees]
     for chunk in range(replicas):
         chunks_of[chunk * len(trees) // replicas].append(chunk)
@@ -313,7 +322,7 @@ def choose(
     present_s = predict_s(present, network, num_bytes)
     listed: dict[tuple[Topology, ...], Strategy] = {}
     for each in (*preferred, *candidates(network)):
-        listed.setdefault(each.topologies(network.hosts, "ddp"), each)
+        listed.setdefault(each.topologies(network.hosts, network.order), each)
     timed = [(each, predict(each, network, num_bytes)) for each in listed.values()]
     if 3 <= len(network.leaders) <= MAX_CLIMB_HOSTS:
         start = min((each for each in timed if each[0].forest), key=lambda each: each[1].seconds, default=None)

@@ -76,11 +76,13 @@ class TensorBinder:
         Raises:
             ConfigError: their number is wrong, or they differ from the result in size or type.
         """
-        own = spec.operands[spec.members.index(self._rank)]
-        if len(parts) != len(own):
-            blocks = ", ".join(f"[{term[0]}, {term[-1] + 1})" for term in own)
+        me = spec.members.index(self._rank)
+        hosted = spec.parts[me] if spec.parts else 1
+        wanted = len(spec.operands[me]) if spec.order == "tree" else hosted
+        if len(parts) != wanted:
+            blocks = ", ".join(f"[{term[0]}, {term[-1] + 1})" for term in spec.operands[me])
             raise ConfigError(
-                f"{spec.name!r}: {len(parts)} contributions, but by `parts` this rank has {len(own)} in the order "
+                f"{spec.name!r}: {len(parts)} contributions, but by `parts` this rank has {wanted} in the order "
                 f"{spec.order!r}: the sums of the replicas {blocks}"
             )
         spans = []

@@ -260,6 +260,7 @@ class Adaptation:
             time_s=self._time_s,
             view=self._engine.view.number,
             replicas=replicas.count,
+            order=self.order,
             batch_size=self.batch_size,
             learning_rate_factor=self.learning_rate_factor,
             strategy=",".join(map(str, strategy.forest)) or strategy.name,

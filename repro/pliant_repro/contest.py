@@ -331,22 +331,25 @@ def why_no_openmpi() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the ranks of all contenders of a contest run: on this host, or spread over the hosts of a lab."""
+    """Where the ranks of all contenders of a contest run: on this host, or spread over the hosts of a lab, or over addresses
+    of the loopback interface, which ours takes for hosts."""
 
     num_workers: int
     folder: Path
     """A private, short-lived folder for sockets and logs."""
     lab: Lab | None = None
+    num_hosts: int = 1
+    """The number of loopback addresses, without a lab."""
 
     def host_of(self, rank: int) -> int:
-        """Return the lab's host that `rank` runs on: ranks are placed in contiguous blocks."""
-        return rank * (self.lab.num_hosts if self.lab is not None else 1) // self.num_workers
+        """Return the host that `rank` runs on: ranks are placed in contiguous blocks."""
+        return rank * (self.lab.num_hosts if self.lab is not None else self.num_hosts) // self.num_workers
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The address of each rank's host."""
-        ranks = range(self.num_workers)
-        return tuple(self.lab.addresses[self.host_of(rank)] if self.lab else "127.0.0.1" for rank in ranks)
+        listed = self.lab.addresses if self.lab else [f"127.0.0.{1 + host}" for host in range(self.num_hosts)]
+        return tuple(listed[self.host_of(rank)] for rank in range(self.num_workers))
 
     def identities(self, strategy: str = "AUTO") -> tuple[list[dict[str, str]], list[socket.socket]]:
         """Return, for each rank of a job of ours, its environment and the socket that it listens on.

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from pliant.comm import topology
-from pliant.comm.order import even_partition
+from pliant.comm.order import EXACT_ORDERS, even_partition
 from pliant.comm.plan import Spec, make_plan
 from pliant.comm.strategy_selection import SAME, Network, choose, lanes, predict_s, traffic
 from pliant.comm.topology import STRATEGIES, Strategy
@@ -47,12 +47,12 @@ def test_the_bytes_are_those_of_the_plan(hosts: str) -> None:
     names = [*STRATEGIES, "MULTI_STAR@0", f"MULTI_STAR@0,{size - 1}"]
     strategies = [topology.parse_strategy(name) for name in names]
     strategies.append(Strategy("FOREST", tuple(max(0, rank - 1) for rank in range(size))))
-    for replicas, strategy in itertools.product((size, 2 * size + 1), strategies):
-        network = Network(tuple(hosts), uniform(size), replicas)
+    for replicas, strategy, order in itertools.product((size, 2 * size + 1), strategies, EXACT_ORDERS):
+        network = Network(tuple(hosts), uniform(size), replicas, order)
         # Long enough to be cut, into chunks of the same length.
         length = replicas * 12 * 8192
         parts = tuple(end - begin for begin, end in even_partition(replicas, size))
-        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", "ddp", -1, parts)
+        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", order, -1, parts)
         planned: Counter[tuple[int, int]] = Counter()
         for rank in range(size):
             plan = make_plan(spec, rank, tuple(hosts), strategy, item, length * item)

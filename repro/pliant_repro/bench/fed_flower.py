@@ -99,7 +99,11 @@ def measure(config: FedConfig, rounds: int, folder: str) -> Json:
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             # a machine without a network has no other address, and Ray would wait for one
-            "init_args": {"num_cpus": len(os.sched_getaffinity(0)), "_node_ip_address": "127.0.0.1", "_temp_dir": folder},
+            "init_args": {
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": folder,
+            },
         },
     )
     if len(strategy.at_s) != rounds:

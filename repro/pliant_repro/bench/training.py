@@ -284,7 +284,7 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
                 yield from loader
                 next(epochs)
 
-        stats = lambda: dataclasses.asdict(job.sync_stats())  # noqa: E731
+        stats = lambda: {**dataclasses.asdict(job.sync_stats()), **training_probes.sent_and_shared(job)}  # noqa: E731
         loop = TrainingLoop(subject, model, optimizer, steps(), stats=stats)
         yield lambda _: loop
 

@@ -85,6 +85,14 @@ def peak_memory(loop: Any, count: int, *, cuda: bool) -> dict[str, object]:
     return {"peak_bytes": peak, "reserved_bytes": reserved, "gradient_bytes": loop.subject.num_bytes}
 
 
+def sent_and_shared(job: Any) -> dict[str, object]:
+    """Return the bytes that this worker has sent to other hosts in the present view, and the shared memory that it has
+    touched: where gradients are kept on CPUs, its own and those that others have sent."""
+    engine = job._trainer.engine
+    resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem:"))
+    return {"wire_bytes": 0 if engine is None else engine.wire_bytes, "shared_bytes": int(resident.split()[1]) << 10}
+
+
 # --- profiles ---
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    for command in (allreduce, traffic, train, gpu, resize, recover, priority, preemption, fed):
+    for command in (allreduce, orders, traffic, train, gpu, resize, recover, priority, preemption, fed):
         bench.command(command.__name__, cls=JsonCommand)(command)
     app.add_typer(bench, name="bench")
 
@@ -111,6 +111,23 @@ def allreduce(
     _measure(bench.run, options, args, tables.show_allreduce, json_file)
 
 
+def orders(
+    np: Annotated[int, typer.Option("-np", "--np", help="Workers, each with a host of its own.")] = 4,
+    replicas: Annotated[int, typer.Option("--replicas", help="N, the replicas of the job.")] = 16,
+    model: TrainedModel = "resnet18",
+    batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 1,
+    size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are counted.")] = 4,
+    json_file: JsonFile = None,
+) -> None:
+    """Bytes between hosts and gradients in memory: the order of DDP beside the tree, with several replicas per worker."""
+    from pliant_repro.bench import orders as bench
+
+    args = {"np": np, "replicas": replicas, "model": model, "batch": batch, "size": size, "steps": steps}
+    options = bench.OrdersOptions(num_workers=np, replicas=replicas, model=model, batch=batch, size=size, steps=steps)
+    _measure(bench.run, options, args, tables.show_orders, json_file)
+
+
 def traffic(
     to: Annotated[str | None, typer.Option("--to", metavar="HOST:PORT", help="Send there.")] = None,
     listen: Annotated[int | None, typer.Option("--listen", metavar="PORT", help="Take and drop what arrives.")] = None,
@@ -143,7 +160,9 @@ def traffic(
     if not is_stdout(json_file):
         print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
     args = {"to": to, "listen": listen, "rate": rate, "seconds": seconds, "connections": connections}
-    save_json({"bench": "traffic", "args": args, verb: {**asdict(done), "bits_per_s": done.bits_per_s}, "ok": True}, json_file)
+    save_json(
+        {"bench": "traffic", "args": args, verb: {**asdict(done), "bits_per_s": done.bits_per_s}, "ok": True}, json_file
+    )
 
 
 # --- training ---

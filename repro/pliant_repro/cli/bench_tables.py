@@ -83,6 +83,22 @@ def show_train(result: Json) -> None:
     show_table(f"train {cast(Cell, result['args'])['model']}, one host", columns, rows)
 
 
+def show_orders(result: Json) -> None:
+    args, bound = cast(Cell, result["args"]), cast(Cell, result["bound"])
+    rows = [
+        (
+            str(cell["order"]),
+            *(f"{cell[key] / 1e6:.1f}" for key in ("planned_bytes", "wire_bytes", "shared_bytes")),
+            f"{cell['sets_of_gradients']:.2f}",
+        )
+        for cell in _cells(result)
+    ]
+    rows.append(("least", f"{bound['bytes'] / 1e6:.1f}", "", "", ""))
+    columns = ("order", "planned MB", "sent MB", "shared MB", "sets of gradients")
+    hosts = f"{args['replicas']} replicas on {args['np']} workers on {args['np']} hosts"
+    show_table(f"a step of {args['model']}, {hosts}: between all hosts, and on each", columns, rows)
+
+
 def show_gpu(result: Json) -> None:
     args, device, table = (cast(Cell, result[key]) for key in ("args", "device", "table"))
     title = f"{args['part']} on {device.get('name', args['device'])}, {cast(float, result['took_s']):.0f} s"

@@ -19,7 +19,9 @@ from pliant_repro.lab.rates import format_rate, parse_rate
 
 Name = Annotated[
     str | None,
-    typer.Option("--name", help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs),
+    typer.Option(
+        "--name", help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs
+    ),
 ]
 HostName = Annotated[str, typer.Argument(metavar="HOST", help="h0 or 0")]
 
@@ -64,7 +66,9 @@ def up(
 def down(
     name: Annotated[
         str | None,
-        typer.Argument(help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs),
+        typer.Argument(
+            help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every lab on this machine, also those in use.")] = False,
 ) -> None:

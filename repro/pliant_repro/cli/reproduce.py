@@ -38,7 +38,9 @@ def register(app: typer.Typer) -> None:
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME... | all | report DIR", show_default=False, autocompletion=repro_completion.experiments),
+        typer.Argument(
+            metavar="NAME... | all | report DIR", show_default=False, autocompletion=repro_completion.experiments
+        ),
     ] = None,
     show_list: Annotated[
         bool, typer.Option("--list", help="Which there are, how long they take, how the last run in DIR went.")
@@ -233,7 +235,9 @@ def _show_lines(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[
 
 def _bar(tail: str) -> Progress:
     words = TextColumn("{task.description}", markup=False)
-    return output.moving_line(SpinnerColumn(), words, BarColumn(20), TimeElapsedColumn(), TextColumn(tail, markup=False))
+    return output.moving_line(
+        SpinnerColumn(), words, BarColumn(20), TimeElapsedColumn(), TextColumn(tail, markup=False)
+    )
 
 
 def _cut(text: str, most: int = 60) -> str:
@@ -271,7 +275,10 @@ def _run_many(
             found = batch.run(watch, ended)
         except (KeyboardInterrupt, SystemExit):
             report_command = f"`pliant reproduce report {shlex.quote(str(out))}`"
-            print(f"pliant: interrupted; the same command goes on, {report_command} reports on what there is", file=sys.stderr)
+            print(
+                f"pliant: interrupted; the same command goes on, {report_command} reports on what there is",
+                file=sys.stderr,
+            )
             raise
         shown.update(task, description="writing the report")
         what = "all" if is_all else " ".join(figure.name for figure in chosen)

@@ -33,7 +33,9 @@ def data_folder(options: Options, environ: Mapping[str, str] = os.environ) -> Pa
     return next((place for place in places if (place / "test.csv").is_file()), None)
 
 
-def simulate(options: Options, policies: Sequence[str]) -> tuple[SimulationSetting, Mapping[PolicyRun, SimulationOutcome], list[str]]:
+def simulate(
+    options: Options, policies: Sequence[str]
+) -> tuple[SimulationSetting, Mapping[PolicyRun, SimulationOutcome], list[str]]:
     """Simulate the artifact's own list of jobs, or one like it; return setting, outcomes and remarks."""
     folder = data_folder(options)
     if folder is not None:
@@ -41,7 +43,9 @@ def simulate(options: Options, policies: Sequence[str]) -> tuple[SimulationSetti
         source = f"the artifact's list of {len(trace.entries)} jobs"
     else:
         trace = traces.Trace("easyscale", tuple(like_easyscale()))
-        source = "no test.csv of the artifact (--data DIR): a list of as many jobs with its applications, sizes and span"
+        source = (
+            "no test.csv of the artifact (--data DIR): a list of as many jobs with its applications, sizes and span"
+        )
     setting = SimulationSetting(trace=trace, cluster=CLUSTER)
     options.say(f"{source}, {', '.join(policies)}")
     return setting, compare(tuple(policies), setting, processes=1), [source, *trace.notes, *NOT_PUBLISHED]

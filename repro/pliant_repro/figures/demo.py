@@ -133,7 +133,9 @@ def _difference(expected: Step, found: Step, replicas: int) -> str:
         if not step.digests or len(step.losses) != replicas:
             there = f"{len(set(step.digests))} digests and losses of {len(step.losses)} of {replicas} replicas"
             return f"{whose} has {there}"
-    compared = {f"loss of replica {number}": (expected.losses[number], found.losses[number]) for number in range(replicas)}
+    compared = {
+        f"loss of replica {number}": (expected.losses[number], found.losses[number]) for number in range(replicas)
+    }
     compared["SHA-256 of the state"] = (expected.digests, found.digests)  # type: ignore[assignment]
     for what, values in compared.items():
         theirs, ours = (" and ".join(sorted({str(value) for value in side})) for side in values)

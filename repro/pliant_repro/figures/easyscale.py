@@ -88,7 +88,9 @@ class SameBits(Figure):
             ours={**cells[0]["ours"], "bits_compared": steps * len(self.stages) * len(chosen) * len(models)},
             cells=cells,
             complaints=[f"{cell['model']}: {text}" for cell in cells for text in self.judge(cell, steps)],
-            remarks=["under D1 the unlike machine is refused and the job continues with 2 workers, where the paper's diverges"],
+            remarks=[
+                "under D1 the unlike machine is refused and the job continues with 2 workers, where the paper's diverges"
+            ],
             steps_per_stage=steps,
             stages=list(self.stages),
         )
@@ -586,7 +588,11 @@ class CopyCost(RatioFigure):
             "sync": median(syncs) / own_s if syncs and own_s else None,
             "turn_s_by_replica": [median(each) if each else None for each in turns],
         }
-        return {"model": model, "ours": ours, "peers": {"ddp": {**timed(steps), "own_device_s": own_s, "speedup": None}}}
+        return {
+            "model": model,
+            "ours": ours,
+            "peers": {"ddp": {**timed(steps), "own_device_s": own_s, "speedup": None}},
+        }
 
     def judge(self, cells: Sequence[Result]) -> list[str]:
         wrong = []

@@ -140,7 +140,13 @@ class AdaptiveBatch(Figure):
         else:
             remarks.append("--quick is too short to compare accuracies: only the batch sizes were judged")
         return self.result(
-            options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, target_accuracy=target, judged=judged
+            options,
+            ours=ours,
+            cells=cells,
+            complaints=complaints,
+            remarks=remarks,
+            target_accuracy=target,
+            judged=judged,
         )
 
     def judge(self, ours: Result) -> list[str]:
@@ -163,7 +169,10 @@ class AdaptiveBatch(Figure):
         for mode in self.modes:
             one = result["ours"][mode]
             time_s = one["time_to_accuracy_s"]
-            times = f"{time_s:.1f} s" if time_s else "never", show(1 - time_s / small_s if time_s and small_s else None, "+.0%")
+            times = (
+                f"{time_s:.1f} s" if time_s else "never",
+                show(1 - time_s / small_s if time_s and small_s else None, "+.0%"),
+            )
             rows.append(
                 (mode, f"{one['final_accuracy']:.2%}", f"{one['time_s']:.1f} s", *times, f"4 x {one['final_batch']}")
             )
@@ -240,7 +249,11 @@ class Provisioning(Figure):
         if options.data:
             gpus = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
             most = 4 if options.where == "cpu" else max(2, len(gpus))
-            return Task(**named, data=str(Path(options.data).resolve()), image_size=384), 1 if options.quick else 5, most
+            return (
+                Task(**named, data=str(Path(options.data).resolve()), image_size=384),
+                1 if options.quick else 5,
+                most,
+            )
         if options.quick:  # without transformers, and without need for a quiet machine
             return Task(**named, paced_s=0.1, devices=2, batch=2, image_size=16), 1, 3
         return Task(**named, image_size=64), 5 if options.full else 3, num_cores() + 2
@@ -286,10 +299,14 @@ class Provisioning(Figure):
             if workers not in allowed
         ]
         if best in (1, max(sweep)):
-            complaints.append(f"the sweep is best with {best} workers, an end of it: nothing can be said about stopping")
+            complaints.append(
+                f"the sweep is best with {best} workers, an end of it: nothing can be said about stopping"
+            )
         ours = {"best": best, "accepted": allowed, "stopped_at": stopped, "samples_per_s": sweep[best]}
         cells = [{"workers": size, "samples_per_s": rate, "per_worker": rate / size} for size, rate in sweep.items()]
-        what = "paced compute on 2 devices" if options.quick and not options.data else "workers share this machine's cores"
+        what = (
+            "paced compute on 2 devices" if options.quick and not options.data else "workers share this machine's cores"
+        )
         remarks = [
             f"{what}; sizes that the sweep allows: {', '.join(map(str, allowed))}",
             "sweep and runs are measured one after the other: let nothing else compute on this machine meanwhile",
@@ -358,7 +375,13 @@ class ResizeLatency(Figure):
         model = options.choose_models(quick=("neumf",), usual=("resnet50",))[0]
         scale = options.scale or ("tiny" if options.quick else "small")
         task = Task(
-            model=model, scale=scale, steps=schedule[-1][0] + 100, replicas=2, pace_s=pace_s, resizes=tuple(schedule), hold=held
+            model=model,
+            scale=scale,
+            steps=schedule[-1][0] + 100,
+            replicas=2,
+            pace_s=pace_s,
+            resizes=tuple(schedule),
+            hold=held,
         )
         options.say(f"{model}: an elastic job, {cycles} x 1 -> 2 -> 1 workers")
         here = launch.train(task, np=1, run=["-w", "-H", "127.0.0.1:2"]).output
@@ -378,7 +401,9 @@ class ResizeLatency(Figure):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        model, batch, side = options.choose(quick=("ResNet56", 2, 0), usual=("ResNet50", 2, 64), full=("ResNet50", 32, 0))
+        model, batch, side = options.choose(
+            quick=("ResNet56", 2, 0), usual=("ResNet50", 2, 64), full=("ResNet50", 32, 0)
+        )
         resizes = tuple(self.artifact_schedule(hosts, 30 if options.quick else 100))
         task = Task(model=f"image:{model}", batch=batch, image_size=side, device=options.where, resizes=resizes)
         environ = launch.environment() | {"PLIANT_SECRET": secrets.token_hex(32)}
@@ -402,7 +427,9 @@ class ResizeLatency(Figure):
             paper_s = self.paper["grow" if new > old else "shrink"]["median_s"]
             paper = {"median_s": paper_s, "iqr_s": None, "speedup": paper_s / median(pauses) if pauses else None}
             more = {"until_joined": timed(joins)} if new > old else {}
-            cells.append({"resize": f"{old} -> {new}{unit}", "ours": {**timed(pauses), **more}, "peers": {"paper": paper}})
+            cells.append(
+                {"resize": f"{old} -> {new}{unit}", "ours": {**timed(pauses), **more}, "peers": {"paper": paper}}
+            )
         return cells
 
     def result_of(self, cells: Sequence[Result], cycles: int, options: Options) -> Result:
@@ -456,4 +483,8 @@ class ResizeLatency(Figure):
     def headline(self, result: Result) -> Headline:
         cell = result["cells"][0]
         joined = f" (new worker takes part after {show_time(self._joined_s(cell))})"
-        return cell["resize"], show_time(cell["peers"]["paper"]["median_s"]), show_time(cell["ours"]["median_s"]) + joined
+        return (
+            cell["resize"],
+            show_time(cell["peers"]["paper"]["median_s"]),
+            show_time(cell["ours"]["median_s"]) + joined,
+        )

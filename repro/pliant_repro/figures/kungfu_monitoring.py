@@ -100,7 +100,9 @@ class MonitoringCost(Figure):
             model=f"image:{model}", batch=batch, image_size=side, steps=len(schedule(rounds)), replicas=REPLICAS,
             monitor_rounds=rounds, threads=max(1, num_cores() // num_workers()),
         )  # fmt: skip
-        options.say(f"{model}, {REPLICAS} replicas on {num_workers()} workers, images of {side} x {side}: {task.steps} steps")
+        options.say(
+            f"{model}, {REPLICAS} replicas on {num_workers()} workers, images of {side} x {side}: {task.steps} steps"
+        )
         with tempfile.TemporaryDirectory(prefix="pliant-fig8-") as folder:
             launch.train(task, np=num_workers(), timeout_s=3600, folder=Path(folder))
             workers = [json.loads(each.read_text()) for each in sorted(Path(folder).glob("worker-*.json"))]
@@ -133,7 +135,10 @@ class MonitoringCost(Figure):
             f"{small.median:.3f} s, half of them within {small.iqr / small.median:.1%} of each other",
             f"the cost in seconds is the median over {len(extra_s['noise_scale'])} comparisons of monitored steps with "
             f"those around them ({len(extra_s['variance'])} for the variance); +- is that median's standard error",
-            *(["--quick trains a small net on tiny images: its steps are too short for the shares to mean anything"] * options.quick),
+            *(
+                ["--quick trains a small net on tiny images: its steps are too short for the shares to mean anything"]
+                * options.quick
+            ),
         ]
         return self.result(
             options, ours=timed(full_s), cells=cells, complaints=complaints, remarks=remarks, overhead=overhead,
@@ -154,7 +159,9 @@ class MonitoringCost(Figure):
             error = f" +-{cell['standard_error']:.2%}" if cell.get("standard_error") is not None else ""
             lost = show(rate / self.rates["none"] - 1 if mode != "none" else None, "+.2%")
             step = f"{cell['ours']['median_s']:.3f} s", f"{cell['images_per_s']:.2f}"
-            rows.append((LABELS.get(mode, "no monitor"), *step, show(cell["overhead"], "+.2%") + error, f"{rate:.1f}", lost))
+            rows.append(
+                (LABELS.get(mode, "no monitor"), *step, show(cell["overhead"], "+.2%") + error, f"{rate:.1f}", lost)
+            )
         columns = ("monitor", "step", "img/s", "overhead", "paper img/s", "paper")
         return TableRows("what monitoring costs", columns, tuple(rows))
 

@@ -61,7 +61,12 @@ def fit_side(sweep: Sweep, side: str, cores: int) -> ScalingFit | None:
         # In the published machine's time, in which the cores do as much more as time went slower.
         done = [run for run in sweep.runs if run.side == name and run.median_s is not None]
         return [
-            Measurement(run.nodes, (run.median_s or 0.0) * run.speed, median(run.cpu_s) if run.cpu_s else math.nan, cores / run.speed)
+            Measurement(
+                run.nodes,
+                (run.median_s or 0.0) * run.speed,
+                median(run.cpu_s) if run.cpu_s else math.nan,
+                cores / run.speed,
+            )
             for run in done
         ]
 
@@ -157,7 +162,10 @@ class HostScaling(Figure):
             ours={"median_s": main.get("step_s"), "over_ddp": main.get("over_ddp")},
             cells=cells,
             complaints=self.judge(cells, claims),
-            remarks=[*self.remarks(sweeps, cells, claims, predicted), *(text for sweep in sweeps for text in sweep.remarks)],
+            remarks=[
+                *self.remarks(sweeps, cells, claims, predicted),
+                *(text for sweep in sweeps for text in sweep.remarks),
+            ],
             claims=claims,
             predictions=predicted,
         )
@@ -167,7 +175,9 @@ class HostScaling(Figure):
         model, speed = sweep.options.model, sweep.options.speed_at(run.nodes)
         limits = scaling.bounds(layers_of(model), run.nodes, sweep.capacity[run.nodes] / 8 / speed)
         step_s = run.median_s * run.speed if run.median_s is not None else None
-        mean, spread = mean_and_spread([contest.BATCH / (s * run.speed) for s in run.seconds]) if step_s else (None, None)
+        mean, spread = (
+            mean_and_spread([contest.BATCH / (s * run.speed) for s in run.seconds]) if step_s else (None, None)
+        )
         return {
             "model": model, "np": run.nodes, "side": run.side, "speed": run.speed, "img_per_s": mean, "spread": spread,
             "of_ideal": mean / contest.K80_PER_S[model] if mean else None, "step_s": step_s, "r": limits.r,
@@ -207,7 +217,9 @@ class HostScaling(Figure):
                 continue
             over, limit = claim["over_ddp"], claim["limit_over_ddp"]
             if over < self.twice <= limit:
-                wrong.append(f"{model}: {over:.2f}x DDP's throughput on {claim['np']} hosts, where {limit:.2f}x are possible")
+                wrong.append(
+                    f"{model}: {over:.2f}x DDP's throughput on {claim['np']} hosts, where {limit:.2f}x are possible"
+                )
             if over * self.close < 1:
                 wrong.append(f"{model}: slower than DDP on {claim['np']} hosts, {over:.2f}x")
             mine = [cell for cell in cells if cell["model"] == model]
@@ -219,21 +231,31 @@ class HostScaling(Figure):
         return wrong
 
     def remarks(
-        self, sweeps: Sequence[Sweep], cells: Sequence[Result], claims: Mapping[str, Result], predicted: Mapping[str, Result]
+        self,
+        sweeps: Sequence[Sweep],
+        cells: Sequence[Result],
+        claims: Mapping[str, Result],
+        predicted: Mapping[str, Result],
     ) -> list[str]:
         """Return what a reader must know before believing the cells."""
         found = [self.verdict(model, claim) for model, claim in claims.items() if claim]
         for sweep in sweeps:
             model, mbit = sweep.options.model, contest.lab_bits_per_s(sweep.options.model) / 1e6
-            found.append(f"{model}: sizes divided by {contest.KAPPA[model]:g}, links of {mbit:.0f} Mbit/s, paced compute")
+            found.append(
+                f"{model}: sizes divided by {contest.KAPPA[model]:g}, links of {mbit:.0f} Mbit/s, paced compute"
+            )
             for side, one in predicted[model].items():
                 fits = f"fits steps within {one['worst_residual']:.0%}"
                 found.append(f"{model}, {side}: the model of up to 1,024 nodes {fits}; it is for machines of their own")
         crowded = [f"{cell['side']} on {cell['np']}" for cell in cells if (cell["cpu_busy"] or 0) > self.busy]
         if crowded:
             found.append(f"the processors were more than {self.busy:.0%} busy, and set the pace: {', '.join(crowded)}")
-        if any(sweep.options.sides_at(nodes) != sweep.options.sides for sweep in sweeps for nodes in sweep.options.nodes):
-            found.append("where the cores carry the hosts only in slow motion, only priorities and DDP were measured (--full: all)")
+        if any(
+            sweep.options.sides_at(nodes) != sweep.options.sides for sweep in sweeps for nodes in sweep.options.nodes
+        ):
+            found.append(
+                "where the cores carry the hosts only in slow motion, only priorities and DDP were measured (--full: all)"
+            )
         return found
 
     def verdict(self, model: str, claim: Result) -> str:
@@ -247,7 +269,9 @@ class HostScaling(Figure):
         rows = []
         for cell in result["cells"]:
             where = (cell["model"], cell["np"], cell["side"])
-            paper = {("resnet50", 32, "tree"): contest.KUNGFU, ("resnet50", 32, "openmpi"): contest.HOROVOD}.get(where, {})
+            paper = {("resnet50", 32, "tree"): contest.KUNGFU, ("resnet50", 32, "openmpi"): contest.HOROVOD}.get(
+                where, {}
+            )
             spread = f" +-{cell['spread']:.1f}" if cell["spread"] is not None else ""
             rows.append(
                 (
@@ -314,7 +338,9 @@ class LaunchOrder(Figure):
     paper = {"mean": 181.336683, "spread": 2.371972, "np": 4, "bs": 64, "model": "ResNet50"}
     sides = {"scheduled": "pliant, NCCL scheduler", "unscheduled": "NCCL, as gradients come", "ddp": "DDP/NCCL"}
     title = "NCCL scheduler"
-    caveats = ("the published 181 images/s per GPU need 2 GPUs or more; without them only the order of launches is checked",)
+    caveats = (
+        "the published 181 images/s per GPU need 2 GPUs or more; without them only the order of launches is checked",
+    )
 
     def run(self, options: Options) -> Result:
         iterations = options.choose_steps(quick=10, usual=60, full=1000)
@@ -398,7 +424,9 @@ class LaunchOrder(Figure):
     def table(self, result: Result) -> TableRows:
         found, paper = result["order"], f"{self.paper['mean']:.1f} +-{self.paper['spread']:.1f}"
         per_iteration = show(timed(found["seconds"])["median_s"], ".3f", " s per iteration")
-        same, control = ("yes" if each else "no" for each in (found["same_on_all_ranks"], not found["control_orders_differed"]))
+        same, control = (
+            "yes" if each else "no" for each in (found["same_on_all_ranks"], not found["control_orders_differed"])
+        )
         size = f"{found['tensors']} tensors x {found['iterations']}"
         rows = [
             (f"launch order, {found['ranks']} ranks on gloo", size, f"same on all ranks: {same}", per_iteration, "-"),

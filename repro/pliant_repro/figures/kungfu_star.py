@@ -277,11 +277,15 @@ class Interference(Figure):
         wrong = []
         voted, recovery = ours["steps_to_vote"], ours["recovery"]
         if voted is None or voted > self.voted:
-            wrong.append(f"a majority after {voted} steps, not within {self.voted}" if voted else "no majority was reached")
+            wrong.append(
+                f"a majority after {voted} steps, not within {self.voted}" if voted else "no majority was reached"
+            )
         if recovery is None or ours["changed_at"] is None:
             wrong.append("the topology was not changed")
         elif recovery < self.recovered:
-            wrong.append(f"{recovery:.0%} of the throughput within {self.soon} steps of the vote, not {self.recovered:.0%}")
+            wrong.append(
+                f"{recovery:.0%} of the throughput within {self.soon} steps of the vote, not {self.recovered:.0%}"
+            )
         lasting = fixed["under_interference"]
         if lasting is None or lasting > self.slow * fixed["before"]:
             wrong.append("without adaptation it was not slower, either")

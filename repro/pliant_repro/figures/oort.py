@@ -105,7 +105,12 @@ class SelectionFigure(Figure):
     caveats = (CLIENTS,)
 
     def finish(
-        self, found: Sequence[FedCourse], options: Options, ours: Result, complaints: Sequence[str], remarks: Sequence[str]
+        self,
+        found: Sequence[FedCourse],
+        options: Options,
+        ours: Result,
+        complaints: Sequence[str],
+        remarks: Sequence[str],
     ) -> Result:
         too_short = ["--quick is too short for the claims: it was judged only whether accuracies rise"] * options.quick
         return self.result(
@@ -174,7 +179,9 @@ class TimeToAccuracy(SelectionFigure):
         both = self.pairs(found, world)
         ratios = [time_ratio(random, oort) for random, oort in both]
         known = [ratio for ratio in ratios if ratio is not None]
-        reached = [(oort.seed, random.time_to(TARGET) is not None, oort.time_to(TARGET) is not None) for random, oort in both]
+        reached = [
+            (oort.seed, random.time_to(TARGET) is not None, oort.time_to(TARGET) is not None) for random, oort in both
+        ]
         sides: Result = {}
         for place, way in enumerate(WAYS):
             ones = [pair[place] for pair in both]
@@ -257,7 +264,9 @@ class TimeToAccuracy(SelectionFigure):
 
     def headline(self, result: Result) -> Headline:
         ratio = result["ours"]["worlds"][MAIN]["ratio"]
-        measured = f"{ratio['median']:.2f}x ({ratio['least']:.2f} to {ratio['most']:.2f})" if ratio else "not reached by all"
+        measured = (
+            f"{ratio['median']:.2f}x ({ratio['least']:.2f} to {ratio['most']:.2f})" if ratio else "not reached by all"
+        )
         published = f"1.2x to 14.1x (others, with its program: {self.paper['replication'].partition(',')[0]})"
         return "shorter time to accuracy", published, measured
 
@@ -367,7 +376,10 @@ class Ablation(SelectionFigure):
         rows = []
         for way, one in result["ours"]["ways"].items():
             hours = one["time_s"] and one["time_s"] / 3600
-            reached = [("not all" if each is None else show(each, form)) for each, form in ((one["rounds"], "g"), (hours, ".2f"))]
+            reached = [
+                ("not all" if each is None else show(each, form))
+                for each, form in ((one["rounds"], "g"), (hours, ".2f"))
+            ]
             rows.append(
                 (way, f"{one['mean_round_s']:.1f} s", f"{one['coverage']:g}", *reached, f"{one['final_accuracy']:.2%}")
             )
@@ -380,7 +392,9 @@ class Ablation(SelectionFigure):
 
     def headline(self, result: Result) -> Headline:
         ways = result["ours"]["ways"]
-        measured = f"rounds of {ways['no penalty']['mean_round_s']:.1f} s ({ways['oort']['mean_round_s']:.1f} s with it)"
+        measured = (
+            f"rounds of {ways['no penalty']['mean_round_s']:.1f} s ({ways['oort']['mean_round_s']:.1f} s with it)"
+        )
         return "without the penalty", self.paper["no penalty"], measured
 
 

@@ -240,7 +240,10 @@ class Testers(Figure):
                 rows.append((what, f"{cell['off']:.1%} of draws off", "-", "-", "-"))
                 continue
             sides = [cell[each] for each in (*METHODS, "whole")]
-            times = [f"{one['took_s']:.1f} + " + (f"{one['duration_s']:.1f}" if "duration_s" in one else "none") for one in sides]
+            times = [
+                f"{one['took_s']:.1f} + " + (f"{one['duration_s']:.1f}" if "duration_s" in one else "none")
+                for one in sides
+            ]
             limited = "" if cell["whole"].get("ended") == "solved" else "> "
             end = "cannot be met" if "refused" in cell["solve"] else f"{limited}{self.ratio(cell):.1f}x"
             what = f"{cell['samples']} samples, at most {cell['budget']} of {cell['of']} clients"

@@ -146,8 +146,13 @@ class Bandwidth(Contest):
                 " / ".join(show(number(found[mode], key)) for mode in FIG7_MODES)
                 for key in ("samples_per_s", "paper_samples_per_s")
             ]
-            ratios = show(number(found["priority"], "r"), ".2f"), show(number(found["priority"], "fraction_of_bound"), ".3f")
-            rows.append((model, f"{gbps:g}", ratios[0], *speeds, show(number(found["ddp"], "samples_per_s")), ratios[1]))
+            ratios = (
+                show(number(found["priority"], "r"), ".2f"),
+                show(number(found["priority"], "fraction_of_bound"), ".3f"),
+            )
+            rows.append(
+                (model, f"{gbps:g}", ratios[0], *speeds, show(number(found["ddp"], "samples_per_s")), ratios[1])
+            )
         columns = ("model", "Gbit/s", "r", "base/slicing/priority", "paper", "ddp", "of P*")
         return TableRows("samples per second of a worker, 4 nodes", columns, tuple(rows))
 
@@ -200,7 +205,9 @@ class NetworkUse(Contest):
                 wrong.append(f"{model}: not both modes were measured")
                 continue
             if mean < 0.98 * mean_before:
-                wrong.append(f"{model}: priority sends at {mean:.0%} of the capacity, the baseline at {mean_before:.0%}")
+                wrong.append(
+                    f"{model}: priority sends at {mean:.0%} of the capacity, the baseline at {mean_before:.0%}"
+                )
             # Where there is less to send than the network can, it must be idle for the rest of the time.
             if (number(ours, "r") or 1.0) >= 0.9 and idle > idle_before:
                 wrong.append(f"{model}: idle for {idle:.0%} of the time, the baseline for {idle_before:.0%}")
@@ -384,7 +391,11 @@ class SliceSize(Contest):
         rows = []
         for cell in result["cells"]:
             size = cell["paper_slice"]
-            names = (f"tuned, now {number(cell, 'slice_bytes') or 0:,.0f} B", "") if size is None else (f"{size:,}", f"{cell['slice']:,}")
+            names = (
+                (f"tuned, now {number(cell, 'slice_bytes') or 0:,.0f} B", "")
+                if size is None
+                else (f"{size:,}", f"{cell['slice']:,}")
+            )
             paper = FIG12[cell["model"]].get(size) if size is not None else None
             numbers = show(number(cell, "samples_per_s")), show(paper), show(number(cell, "fraction_of_bound"), ".3f")
             rows.append((cell["model"], *names, *numbers))

@@ -99,7 +99,9 @@ class Questions(Dataset[Sample]):
         sources = encoded["overflow_to_sample_mapping"]
         targets = [
             find_answer(places, segments, answers[source])
-            for places, segments, source in zip(encoded["offset_mapping"], encoded["token_type_ids"], sources, strict=True)
+            for places, segments, source in zip(
+                encoded["offset_mapping"], encoded["token_type_ids"], sources, strict=True
+            )
         ]
         self._targets = torch.tensor(targets)
 

@@ -29,7 +29,14 @@ from pliant_repro.figures.formatting import Result, clock
 from pliant_repro.figures.launch import PLIANT, end_process_group
 from pliant_repro.lab.hosts import missing_for_lab as check_lab
 
-HOLDS, DOES_NOT_HOLD, UNJUDGED, FAILED, SKIPPED, NEVER = "holds", "does not hold", "not judged", "failed", "skipped", "never"
+HOLDS, DOES_NOT_HOLD, UNJUDGED, FAILED, SKIPPED, NEVER = (
+    "holds",
+    "does not hold",
+    "not judged",
+    "failed",
+    "skipped",
+    "never",
+)
 FINISHED = (HOLDS, DOES_NOT_HOLD, UNJUDGED)
 VERDICTS = {
     HOLDS: "the figure's claim holds",
@@ -213,7 +220,10 @@ class Batch:
         words = ["--out", str(self.out), "--verbose", *["--no-plot"] * (not self.plot)]
         run_path(self.out, figure.name).unlink(missing_ok=True)
         begun_s = time.monotonic()
-        with log.open("wb") as file, _started([*PLIANT, *command_words(figure.name, self.options), *words], file) as process:
+        with (
+            log.open("wb") as file,
+            _started([*PLIANT, *command_words(figure.name, self.options), *words], file) as process,
+        ):
             while process.poll() is None and time.monotonic() - begun_s < limit_s:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_S)
@@ -342,7 +352,9 @@ def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
     notes = []
     places = ("cpu", "cores", "kernel", "torch", "pliant")
     if len({tuple(str(each.get(key)) for key in places) for each in machines}) > 1:
-        notes.append("not all results are from one machine, or from one version of it; the table below is of the last one")
+        notes.append(
+            "not all results are from one machine, or from one version of it; the table below is of the last one"
+        )
     quick = sum(bool(result["args"].get("quick")) for result in results if isinstance(result.get("args"), dict))
     if quick:
         notes.append(f"{quick} of them were run with --quick: they show that it works, and little about numbers")

@@ -136,7 +136,9 @@ def _bert(task: Task, _: str) -> Workload:
     batch = task.batch or 8
     if task.steps:
         data = Subset(data, [index % len(data) for index in range(task.steps * batch * num_replicas(task))])
-    return Workload(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=batch)
+    return Workload(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=batch
+    )
 
 
 class PacedBert(nn.Module):

@@ -42,7 +42,9 @@ def missing_for_lab() -> list[str]:
         found.append("not root: network namespaces need it; sudo $(command -v pliant) lab up")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            found.append(f"`{tool}` not found: it is in iproute2, or /usr/sbin is not on PATH; apt-get install iproute2")
+            found.append(
+                f"`{tool}` not found: it is in iproute2, or /usr/sbin is not on PATH; apt-get install iproute2"
+            )
     if found:
         return found
     try:
