@@ -17,7 +17,7 @@ import pytest
 from command import command
 from gang import FULL
 from pliant_repro import contest
-from pliant_repro.bench import allreduce
+from pliant_repro.bench import allreduce, orders
 from pliant_repro.bench.allreduce import (
     AllreduceOptions,
     choose_contenders,
@@ -384,3 +384,31 @@ def test_gloo_between_hosts_and_iperf_beside_it(folder: Path, monkeypatch: pytes
     # 2(N-1)/N*S = 1 MB per host, and two hosts; headers and barriers come on top.
     assert all(2e6 < sent < 2.6e6 for sent in results["gloo"].link_bytes)
     assert quantile(results["gloo"].seconds, 0.5) > 0.5 * transfer_s(1_000_000, 2, min(bits_per_s) / 8)
+
+
+# Orders
+
+
+def test_the_tree_sends_the_least_where_blocks_are_subtrees() -> None:
+    length = 3_000_000
+    least = orders.least_bytes(4, 4 * length)
+    assert orders.planned_bytes("tree", 16, 4, length) == least == orders.planned_bytes("ddp", 4, 4, length)
+    assert 2.3 < orders.planned_bytes("ddp", 16, 4, length) / least < 2.5
+    assert 1.5 < orders.planned_bytes("tree", 16, 3, length) / orders.least_bytes(3, 4 * length) < 2
+
+
+def test_orders_are_compared_by_what_the_ranks_counted() -> None:
+    options = orders.OrdersOptions(num_workers=2, replicas=4, steps=2, model="small")
+    cells = []
+    for order, sent, shared in (("ddp", 500, 9000), ("tree", 200, 4000)):
+        before, after = {"wire_bytes": 7, "shared_bytes": 0}, {"wire_bytes": 7 + sent, "shared_bytes": shared}
+        answers = [{"before": before, "after": after}] * 2
+        cells.append(orders.make_cell(options, order, 100, answers, same_on_all=True))
+    found = orders.result(options, {}, cells)
+    assert (found["ok"], found["bound"]) == (True, {"name": "least traffic", "bytes": 200, "ratio": 1.0})
+    assert found["ours"]["sets_of_gradients"] == 40
+    assert (found["peers"]["ddp"]["traffic_ratio"], found["peers"]["ddp"]["memory_ratio"]) == (2.5, 2.25)
+    cells[1] = {**cells[1], "wire_bytes": 220.0, "same_on_all_workers": False}
+    refused = orders.result(options, {}, cells)
+    assert not refused["ok"]
+    assert len(refused["remarks"]) == 2
