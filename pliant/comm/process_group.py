@@ -191,6 +191,7 @@ class SumGroup:
         self._todo: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self._thread = threading.Thread(target=self._run, name="pliant-group", daemon=True)
+        self._aborting: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to make the group; return at once."""
@@ -202,9 +203,13 @@ class SumGroup:
         self._fail(EngineClosed("the process group was closed while this was in progress"))
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the group's thread has ended; return whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait until the group's threads have ended; return whether they have. If they are still in torch's code when the
+        interpreter ends, the process is aborted."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in (self._thread, self._aborting):
+            if thread is not None:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread is not None and thread.is_alive() for thread in (self._thread, self._aborting))
 
     def sum(self, name: str, operands: Sequence[torch.Tensor], blocks: tuple[int, ...], order: GroupOrder) -> Handle:
         """Sum flat tensors over all replicas, of which rank r hosts `blocks[r]`; return at once.
@@ -252,8 +257,20 @@ class SumGroup:
         for handle in failed:
             handle.fail(error)
         self._todo.put(None)
-        if group is not None:
-            _abort_beside(group)
+        self._abort(group)
+
+    def _abort(self, group: Any) -> None:
+        """Abort a group of NCCL, in a thread of its own because that may take a while. One of gloo ends when its sockets
+        close: those of a worker that has died, then those of workers whose sums have failed for that."""
+        if group is None or self.backend != "nccl":
+            return
+
+        def abort() -> None:
+            with contextlib.suppress(Exception):
+                group.abort()
+
+        self._aborting = threading.Thread(target=abort, name="pliant-group-abort", daemon=True)
+        self._aborting.start()
 
     def _finish(self, handle: Handle, total: torch.Tensor, after: Callable[[], None] | None) -> None:
         with self._lock:
@@ -297,16 +314,16 @@ class SumGroup:
         if not backend:
             log.debug("gradients are summed through the host: %s", self.reason)
             return False
+        self.backend = backend
         with _opened_store(engine) as store:
             group = _new_group(backend, store, engine, self._device)
             with self._lock:
                 torn, self._group = self._error is not None, group
             if torn:
-                _abort_beside(group)
+                self._abort(group)
                 return False
             self._warm_up(group)
             engine.barrier("group:made", timeout_s=MAKE_S)  # the store is not needed any more
-        self.backend = backend
         with self._lock:
             self.is_ready = self._error is None
         log.debug("gradients are summed with %s", backend)
@@ -353,13 +370,3 @@ class SumGroup:
             time.sleep(POLL_S)
         if self._error is not None:
             raise self._error
-
-
-def _abort_beside(group: Any) -> None:
-    """Abort a group in a thread of its own, because that may take a while. Nobody needs it any more."""
-
-    def abort() -> None:
-        with contextlib.suppress(Exception):
-            group.abort()
-
-    threading.Thread(target=abort, name="pliant-group-abort", daemon=True).start()
