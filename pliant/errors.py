@@ -12,6 +12,9 @@ PROGRAM_EXIT = 79
 """The exit code of a worker whose program has a mistake that every other worker would make, too. It ends the job."""
 LOST_PEER_EXIT = 80
 """The exit code of a worker that ended because it had lost another one: that one is the cause."""
+SHADOW_EXIT = 81
+"""The exit code of a new worker whose program cannot warm up alone (`train.shadow`). Its runner starts it again at once,
+without a warm-up."""
 
 
 def reason(error: Exception) -> str:

@@ -114,6 +114,8 @@ class WorkerSpec:
     """The token of the config server; empty where it has none."""
     elastic: bool = False
     """Whether the job follows the membership of the config server: workers may come and go."""
+    shadow: bool = False
+    """Whether the job runs already, so that this worker warms up before it reports that it is ready (`train.shadow`)."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
     order: str = ""
@@ -156,7 +158,7 @@ _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     "secret": (bytes.hex, bytes.fromhex),
     **dict.fromkeys(("listen_fd", "join_fd"), (lambda number: "" if number is None else str(number), int)),
     "heartbeat_timeout_s": (repr, float),
-    "elastic": (lambda elastic: str(int(elastic)), lambda text: text == "1"),
+    **dict.fromkeys(("elastic", "shadow"), (lambda is_so: str(int(is_so)), lambda text: text == "1")),
     "allow": (",".join, lambda text: tuple(text.split(","))),
     "verify": (format_verify, parse_verify),
     "checkpoint_every": (str, int),

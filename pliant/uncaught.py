@@ -17,6 +17,7 @@ from pliant.errors import (
     LOST_PEER_EXIT,
     PROGRAM_EXIT,
     REFUSED_EXIT,
+    SHADOW_EXIT,
     CheckpointError,
     ClusterCleared,
     ConfigError,
@@ -32,6 +33,14 @@ from pliant.errors import (
 _OWN_FOLDER = str(Path(__file__).parent)
 _exit_codes: list[object] = []
 """What the program has passed to `sys.exit`."""
+_in_shadow = False
+NO_SHADOW = "this new worker cannot warm up alone, so it is started again without a warm-up"
+
+
+def enter_shadow(is_in: bool) -> None:
+    """From now on errors are, or are not, those of a program that warms up (`train.shadow`), which end no job."""
+    global _in_shadow
+    _in_shadow = is_in
 
 
 def exit_code_for(error: BaseException) -> int | None:
@@ -101,7 +110,7 @@ def report_uncaught(rank: Callable[[], int]) -> None:
         leave(status)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        code = exit_code_for(error)
+        code = SHADOW_EXIT if _in_shadow and isinstance(error, Exception) else exit_code_for(error)
         if code is None:
             before(kind, error, trace)
             return
@@ -109,6 +118,8 @@ def report_uncaught(rank: Callable[[], int]) -> None:
             before(kind, error, trace)
         elif code == LOST_PEER_EXIT:
             print(f"pliant: {error}; this worker ends, too", file=sys.stderr, flush=True)
+        elif code == SHADOW_EXIT:
+            print(f"pliant: {NO_SHADOW}: {describe(error, trace)}", file=sys.stderr, flush=True)
         else:
             print(f"pliant: {describe(error, trace)}", file=sys.stderr, flush=True)
         sys.exit(code)  # the interpreter heeds it: it ends in the usual way, with this code

@@ -115,6 +115,8 @@ class StartWorker:
     worker: Worker
     view: View
     slot: int
+    shadow: bool = False
+    """Whether others train already, so that the worker warms up before they count on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,8 @@ class LaunchPlan:
         config_server: str = "",
         listen_fd: int | None = None,
         join_fd: int | None = None,
+        *,
+        shadow: bool = False,
     ) -> WorkerSpec:
         """Return what `worker` must know of its job."""
         options = self.options
@@ -355,6 +357,7 @@ class LaunchPlan:
             join_fd=join_fd,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
+            shadow=shadow,
             determinism=options.determinism,
             order=options.order,
             allow=options.allow,

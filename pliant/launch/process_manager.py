@@ -211,7 +211,15 @@ class ProcessManager:
         joined = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             with listener:
-                spec = self._plan.make_spec(worker, view, self._secret, self._config_server, listener.fileno(), joined)
+                spec = self._plan.make_spec(
+                    worker,
+                    view,
+                    self._secret,
+                    self._config_server,
+                    listener.fileno(),
+                    joined,
+                    shadow=start.shadow,
+                )
                 environ = self._plan.worker_environ(self._environ, spec, slot=slot, mark=self._mark)
                 process = self._starter.start(environ, listener, joined)
         except OSError as error:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT
+from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch import events
 
 VERDICT_WAIT_S = 5.0
@@ -174,6 +174,11 @@ class HostState:
         self._crashed |= {worker}.intersection(self.wanted)
         self._crashed_members |= {worker}.intersection(self.membership.members)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether some member still lives, as far as this runner knows."""
+        return bool(set(self.membership.members) - self._crashed_members)
+
     def remove(self, worker: Worker) -> EndedWorker:
         """Forget a local worker that has ended."""
         ended = EndedWorker(worker in self._joined, worker in self._reported_lost)
@@ -283,6 +288,10 @@ class Supervisor:
         self._host, self._grace_s, self._slots = host, grace_s, slots
         self._watch, self._keep, self._alone, self._independent = watch, keep, alone, independent
         self._plain = plain or independent
+        self._has_shadow = watch and not independent
+        """Whether new workers can warm up while others train, as far as this runner knows."""
+        self._in_shadow: set[Worker] = set()
+        """Local workers that were started to warm up."""
         self._replacements = Replacements(max_restarts)
         self._bereaved: Worker | None = None  # the first worker that ended because it had lost another one
         self._blame_by_s = 0.0  # when it is blamed after all
@@ -376,10 +385,18 @@ class Supervisor:
         self.running.pop(worker, None)
         self._leave_by_s.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
+        had_shadow = worker in self._in_shadow
+        self._in_shadow.discard(worker)
         ended = self._state.remove(worker)
         if self.failed:
             return []  # it follows another's failure, so how it ended says nothing new
         is_wanted = worker in self._state.wanted
+        if code == SHADOW_EXIT and had_shadow and not ended.was_member and is_wanted and not self._state.over:
+            # The others have never heard of it, so it is started again under the same address.
+            self._has_shadow = False
+            self.num_started -= 1
+            text = f"{worker.label} could not warm up alone: it is started again without, as all that come later"
+            return [events.ShowMessage(text)]
         if code == 0 and not (joined or was_told or self._plain or self._state.begun):
             return self._fail(NEVER_JOINED, PROGRAM_EXIT, at_s)
         if code == 0 or (was_told and not ended.was_reported_lost):
@@ -546,7 +563,10 @@ class Supervisor:
                 self.running[worker] = slot
                 self.num_started += 1
                 self._replacements.note_start(worker, at_s)
-                actions.append(events.StartWorker(worker, self.view, slot))
+                shadow = self._has_shadow and self._state.begun and self._state.is_training
+                if shadow:
+                    self._in_shadow.add(worker)
+                actions.append(events.StartWorker(worker, self.view, slot, shadow))
         return actions
 
     def _current_status(self) -> str:

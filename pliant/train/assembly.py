@@ -84,6 +84,8 @@ class Declared:
     tracked: dict[str, Any] = field(default_factory=dict)
     wrapped: Wrapped | None = None
     data: tuple[Feeder, Replicas] | None = None
+    make_feeder: Callable[[], Feeder] | None = None
+    """Makes another feeder like that of `data`, for the warm-up of a new worker; None if that is not possible."""
     rank_seed: tuple[int, RngState] | None = None
     """The seed of replica 0, and the random state right after it was set."""
     load_path: str = ""

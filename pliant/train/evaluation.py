@@ -9,6 +9,7 @@ had evaluated are dealt to the others.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
 from pliant.train.rendezvous import spread_state
 from pliant.train.replica_copies import is_map
+from pliant.train.shadow import Shadow, Unknown
 from pliant.train.state_tree import flatten
 from pliant.train.trainer import Trainer
 
@@ -36,7 +38,7 @@ NO_EVALUATION = (
 class ShardedEvaluation:
     """One evaluation of a dataset: an iterator over batches, and the totals afterwards."""
 
-    def __init__(self, trainer: Trainer, dataset: Any, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer | Shadow, dataset: Any, options: dict[str, Any]) -> None:
         """`options` are those of torch's DataLoader."""
         refused = {"shuffle", "sampler", "batch_sampler"} & set(options)
         if refused:
@@ -83,13 +85,13 @@ class ShardedEvaluation:
                 for shard in shards:
                     self._figures = {}
                     trainer.begin_shard(shard)
-                    yield from self._batches(shard, count)
+                    yield from itertools.islice(self._batches(shard, count), 1 if isinstance(trainer, Shadow) else None)
                     figures = {name: _number(name, value) for name, value in self._figures.items()}
                     done[shard] = figures, trainer.end_shard(shard)
                 rows = self._gather(done)
                 found = {shard: (figures, state) for row in rows for shard, figures, state in json.loads(row)}
                 missing = [shard for shard in range(count) if shard not in found]
-                if not missing:
+                if not missing or isinstance(trainer, Shadow):
                     break
                 shards = trainer.share_of(missing)
         except GeneratorExit:
@@ -144,8 +146,10 @@ def _add(shards: list[dict[str, float]]) -> dict[str, float]:
     return totals
 
 
-def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
+def run_on_replicas(trainer: Trainer | Shadow, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
     """Return what `function` returns for each replica. The replicas are dealt over the workers that there are."""
+    if isinstance(trainer, Shadow):
+        return [function(trainer.replica)] * trainer.replicas.count
     trainer.begin_shards("job.on_replicas")
     count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
     replicas = trainer.share_of(range(count))
@@ -169,7 +173,7 @@ def run_on_replicas(trainer: Trainer, function: Callable[[int], Any], *, draws: 
     return [found[replica][0] if replica in found else None for replica in range(count)]
 
 
-def all_reduce(trainer: Trainer, value: Any, op: str) -> Any:
+def all_reduce(trainer: Trainer | Shadow, value: Any, op: str) -> Any:
     """Return the sum of a number or tensor over all workers; or with another `op` the "mean", "max" or "min"."""
     if op not in ("sum", "max", "min", "mean"):
         raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
@@ -187,7 +191,7 @@ def all_reduce(trainer: Trainer, value: Any, op: str) -> Any:
     return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
 
 
-def gather(trainer: Trainer, value: Any) -> list[Any]:
+def gather(trainer: Trainer | Shadow, value: Any) -> list[Any]:
     """Return what each worker has given, in the order of ranks."""
     try:
         data = json.dumps(value).encode()
@@ -197,8 +201,10 @@ def gather(trainer: Trainer, value: Any) -> list[Any]:
     return [json.loads(row) for row in rows]
 
 
-def run_on_first(trainer: Trainer, function: Callable[[], Any]) -> Any:
+def run_on_first(trainer: Trainer | Shadow, function: Callable[[], Any]) -> Any:
     """Return what `function` returns on the first worker. It runs there once, with the random state of replica 0."""
+    if isinstance(trainer, Shadow):
+        return Unknown()  # the function may write files
     trainer.begin_shards("job.on_first")
     results: list[dict[str, Any]] = []
 

@@ -21,14 +21,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from pliant.adapt import Observation
 from pliant.cluster import View
 from pliant.elastic.member import open_member
-from pliant.errors import CheckpointError, CommError, ConfigError, TrainError
+from pliant.errors import SHADOW_EXIT, CheckpointError, CommError, ConfigError, TrainError
 from pliant.identity import WorkerSpec
 from pliant.train import determinism, obstacles, operators, trace
 from pliant.train.assembly import Assembled, Declared, JobServices, JobSettings, Wrapped, assemble
@@ -44,6 +44,7 @@ from pliant.train.loops import EpochLoop
 from pliant.train.optim import find_averaging
 from pliant.train.replicas import Replicas, ReplicaSwitch
 from pliant.train.sampling import LoaderOptions, loader_options
+from pliant.train.shadow import Shadow
 from pliant.train.step import Step, Steps
 from pliant.train.sync import SyncStats
 from pliant.train.trainer import Trainer
@@ -55,7 +56,7 @@ from pliant.train.wrapping import (
     trainable_parameters,
     whole_number,
 )
-from pliant.uncaught import end_with, explain_uncaught, is_failing
+from pliant.uncaught import NO_SHADOW, end_with, enter_shadow, explain_uncaught, is_failing
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -80,6 +81,10 @@ class Job:
         self._declared = Declared(load_path=spec.resume if spec is not None else "")
         self._parts: Assembled | None = None
         """The parts of the job, once it runs."""
+        self._shadow: Shadow | None = None
+        """The warm-up of this new worker, while it lasts."""
+        self._has_left_shadow = False
+        """Whether the program has left its loop meanwhile. This ends with the next thing that it does with the job."""
         self._evaluation: ShardedEvaluation | None = None
         self._loop: EpochLoop | None = None
         """The loop over the steps of the present epoch; None outside of `epochs`."""
@@ -117,12 +122,21 @@ class Job:
     def rank(self) -> int:
         """This worker's rank in the present view."""
         view, me = self._view, self._member.me
-        return view.rank_of(me) if view is not None and me in view.workers else 0
+        rank = view.rank_of(me) if view is not None and me in view.workers else 0
+        return max(1, rank) if self.in_shadow else rank  # it is not the first, whatever it was started as
 
     @property
     def size(self) -> int:
         """The number of workers now."""
         return max(1, self._view.size) if self._view is not None else 1
+
+    @property
+    def in_shadow(self) -> bool:
+        """Whether this new worker only warms up: what its program does until the next step, or the next epoch, has no
+        effect on the job."""
+        if self._has_left_shadow:
+            self._leave_shadow("the program has left its loop")
+        return self._shadow is not None
 
     @property
     def is_first(self) -> bool:
@@ -137,12 +151,15 @@ class Job:
     @property
     def replica(self) -> int | None:
         """The replica whose turn it is; None outside of the loop over a step."""
-        turn = self._trainer.turn if self._trainer is not None else None
+        running = self._shadow or self._trainer
+        turn = running.turn if running is not None else None
         return turn.replica if turn is not None else None
 
     @property
     def hosted(self) -> range:
         """The replicas that this worker hosts now."""
+        if self._shadow is not None:
+            return range(self._shadow.replica, self._shadow.replica + 1)
         return self._trainer.hosted if self._trainer is not None else range(0)
 
     @property
@@ -170,9 +187,11 @@ class Job:
         adaptation = self._need_trainer().adaptation
         for name, value in values.items():
             try:
-                adaptation.values[name] = float(value)
+                number = float(value)
             except (TypeError, ValueError):
                 raise ConfigError(f"job.report({name}={value!r:.60}): use a number") from None
+            if not self.in_shadow:
+                adaptation.values[name] = number
 
     def sync_stats(self) -> SyncStats:
         """Return how the sums travel now, and how long the program has waited for the network."""
@@ -330,18 +349,25 @@ class Job:
                 "replicas=None deals the samples anew when the number of workers changes, but a sampler or stream of each "
                 "replica's own cannot be dealt: use pliant.join(replicas=N)"
             )
-        feeder, replicas = make_feeder(
-            dataset, options, self.replicas, repeats=self._member.elastic, notify=self._notify
-        )
-        return self.use_feeder(feeder, replicas)
 
-    def use_feeder(self, feeder: Feeder, replicas: Replicas) -> Loader:
+        def make() -> tuple[Feeder, Replicas]:
+            return make_feeder(dataset, options, self.replicas, repeats=self._member.elastic, notify=self._notify)
+
+        return self.use_feeder(*make(), make_again=lambda: make()[0])
+
+    def use_feeder(
+        self, feeder: Feeder, replicas: Replicas, *, make_again: Callable[[], Feeder] | None = None
+    ) -> Loader:
         """Return a loader that takes the batches of each replica from `feeder`. For integrations that deal samples as
-        another library does."""
+        another library does. `make_again` makes another such feeder; without it new workers do not warm up."""
         check_epoch(replicas)
-        self._declared.data = feeder, replicas
+        self._declared.data, self._declared.make_feeder = (feeder, replicas), make_again
         self._stack.callback(feeder.close)
-        return Loader(feeder, replicas, lambda: self._running_loop().steps())
+
+        def present() -> Feeder:
+            return feeder if self._shadow is None else self._shadow.feeder
+
+        return Loader(present, replicas, lambda: self._running_loop().steps())
 
     def track(self, name: str, thing: Any) -> Any:
         """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state: new
@@ -395,6 +421,9 @@ class Job:
             raise TrainError("job.epochs: the training has ended with the loop before; a job has one such loop")
         whole_number(f"job.epochs({count!r})", count)
         self._declared.first.epoch = whole_number(f"job.epochs(start={start!r})", start, 0)
+        self._make_parts()
+        if self._declared.first.epoch < count:
+            yield from self._warm_up()
         trainer = self._join()
         while trainer.progress.epoch < count:
             epoch = trainer.progress.epoch
@@ -426,10 +455,11 @@ class Job:
             )
         options = LoaderOptions(batch_size=1, shuffle=False)
         self._declared.data = NumberFeeder(count, batch), Replicas(self.replicas, count * self.replicas, options)
+        self._declared.make_feeder = lambda: NumberFeeder(count, batch)
         self._declared.first.step = self._declared.first.epoch_step = start
         return Steps(step for _ in self.epochs(1) for step in self._running_loop().steps())
 
-    def _join(self) -> Trainer:
+    def _make_parts(self) -> None:
         if self._parts is None:
             services = JobServices(
                 self._listeners, self._stack, self._requests.request_workers, self._notify, self._notify_first
@@ -438,14 +468,43 @@ class Job:
             if self._spec is not None and self._spec.check is not None:
                 replicas, trainer = self._settings.replicas, self._parts.trainer
                 self.on_commit(StepDigests(self, trainer, self._spec.worker, self._spec.check, replicas, self._finish))
-            self._member.start()
-            self._parts.trainer.join()
-            if self._settings.allow:
-                self._notify_first(
-                    f"bits not promised: {', '.join(self._settings.allow)} (allowed without a deterministic kernel)"
-                )
-            trace.begin(self.rank)
-            self._parts.trainer.trace_engine()
+
+    def _warm_up(self) -> Iterator[int]:
+        """Yield an epoch with one step in the shadow, if this worker is started for a job that runs already."""
+        if self._spec is None or not self._spec.shadow or self._declared.make_feeder is None:
+            return
+        assert self._parts is not None, "they are made"
+        first = self._declared.first
+        self._shadow = Shadow(self._parts.trainer.state, self._declared.make_feeder(), first)
+        self._loop = EpochLoop(self._shadow, first.epoch)
+        enter_shadow(True)
+        try:
+            yield first.epoch
+        except GeneratorExit:  # by `break`, or by an error, which is shown first
+            self._has_left_shadow = True
+            raise
+        self._shadow.close()
+        self._shadow = self._evaluation = None
+        enter_shadow(False)
+
+    def _leave_shadow(self, why: str) -> NoReturn:
+        """End this process: its program does not come to the end of a warm-up. The runner starts it again without one."""
+        if why:
+            print(f"pliant: {NO_SHADOW}: {why}", file=sys.stderr, flush=True)
+        self._shadow, self._loop, self._has_left_shadow = None, None, False
+        self.close()
+        end_with(SystemExit(SHADOW_EXIT))
+
+    def _join(self) -> Trainer:
+        assert self._parts is not None, "they are made"
+        self._member.start()
+        self._parts.trainer.join()
+        if self._settings.allow:
+            self._notify_first(
+                f"bits not promised: {', '.join(self._settings.allow)} (allowed without a deterministic kernel)"
+            )
+        trace.begin(self.rank)
+        self._parts.trainer.trace_engine()
         return self._parts.trainer
 
     def _end_epoch(self, epoch: int) -> None:
@@ -486,9 +545,14 @@ class Job:
             TrainError: the program has left its loop by `break`, and the states of the workers differ.
         """
         atexit.unregister(self._end_program)
+        is_at_end = sys.exc_info()[0] is None and not is_failing() and not self._requests.exits_at_once
+        if self._shadow is not None and is_at_end:
+            self._leave_shadow("the program has closed its job")
         try:
             self._finish_if_left()
         finally:
+            if self._shadow is not None:
+                self._shadow.feeder.close()
             if self._parts is not None:
                 self._parts.checkpointing.close()
             if self._trainer is not None:
@@ -501,6 +565,8 @@ class Job:
 
     def _end_program(self) -> None:
         """Leave the job at the end of the program. An error, which Python would drop here, becomes its exit code."""
+        if self._shadow is not None and not self._requests.exits_at_once:
+            self._leave_shadow("" if is_failing() else "the program has ended")
         if is_failing() or self._requests.exits_at_once:
             self._loop = None  # the program has not come to its end: the others go on without this worker
         try:
@@ -532,9 +598,9 @@ class Job:
             )
         return self._trainer
 
-    def _running(self) -> Trainer:
+    def _running(self) -> Trainer | Shadow:
         self._running_loop()
-        return self._need_trainer()
+        return self._shadow or self._need_trainer()
 
     def _running_loop(self) -> EpochLoop:
         if self._loop is None:
@@ -617,6 +683,8 @@ class Job:
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
         trainer = self._need_trainer()
         assert self._parts is not None, "the trainer is a part"
+        if self.in_shadow:
+            return
         at_boundary = self._loop is None or (self._loop.is_running and not trainer.in_step)  # as a listener is
         if not at_boundary:
             self._parts.checkpointing.ask(path)

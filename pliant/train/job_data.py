@@ -17,8 +17,11 @@ class Loader:
     """The data loader of a job: yields its steps. Iterate over it inside of `job.epochs`, and over each step inside of
     that."""
 
-    def __init__(self, feeder: Feeder, replicas: Replicas, begin_loop: Callable[[], Iterator[Step]]) -> None:
-        """`begin_loop` returns an iterator over the steps of the present epoch."""
+    def __init__(
+        self, feeder: Callable[[], Feeder], replicas: Replicas, begin_loop: Callable[[], Iterator[Step]]
+    ) -> None:
+        """`feeder` returns where the batches come from now, and `begin_loop` an iterator over the steps of the present
+        epoch."""
         self._feeder, self._replicas, self._begin_loop = feeder, replicas, begin_loop
 
     def __iter__(self) -> Iterator[Step]:
@@ -42,7 +45,7 @@ class Loader:
         Samples that are dealt as by DistributedSampler use the order of the job's epoch by default. Samplers and datasets
         of the replicas' own get the call where they have a `set_epoch`.
         """
-        self._feeder.set_epoch(whole_number(f"loader.set_epoch({epoch!r})", epoch, 0))
+        self._feeder().set_epoch(whole_number(f"loader.set_epoch({epoch!r})", epoch, 0))
 
 
 def make_feeder(

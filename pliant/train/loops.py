@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from pliant.train.step import Step, Steps
 
 if TYPE_CHECKING:
+    from pliant.train.shadow import Shadow
     from pliant.train.trainer import Trainer
 
 
 class EpochLoop:
     """The loop over the steps of one epoch."""
 
-    def __init__(self, trainer: Trainer, epoch: int) -> None:
+    def __init__(self, trainer: Trainer | Shadow, epoch: int) -> None:
         self.epoch = epoch
         self.is_running = self.has_ended = False
         """Whether the program is in this loop, and whether it has come to the loop's end."""

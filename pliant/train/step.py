@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pliant.errors import TrainError
+from pliant.errors import MustBeReplaced, TrainError
 from pliant.train import state_tree
 
 if TYPE_CHECKING:
+    from pliant.train.shadow import Shadow
     from pliant.train.trainer import Trainer
 
 MAX_FIGURES = 8
@@ -205,8 +206,12 @@ class Step:
     is a second synchronised backward of the same step, with the same batches.
     """
 
-    def __init__(self, trainer: Trainer, number: int, epoch: int, index: int) -> None:
+    def __init__(
+        self, trainer: Trainer | Shadow, number: int, epoch: int, index: int, *, is_shadow: bool = False
+    ) -> None:
         self._trainer = trainer
+        self.is_shadow = is_shadow
+        """Whether a new worker only warms up in this step, which does not count."""
         self.number = number
         """The number of steps before this one, in the whole job."""
         self.epoch = epoch
@@ -274,7 +279,9 @@ class Steps:
 
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps
-        self._is_first, self._is_counting = True, False
+        self._is_counting = False
+        self._counted: int | None = 0
+        """The steps that were yielded so far; None once that no longer matters."""
 
     def __iter__(self) -> Steps:
         return self
@@ -283,9 +290,11 @@ class Steps:
         if self._is_counting:
             return None
         step = next(self._steps)
-        if self._is_first and step.index:
-            self._count_on(step.index)
-        self._is_first = False
+        if step.is_shadow:
+            self._counted = 1
+        elif self._counted is not None:
+            self._count_on(step.index - self._counted)
+            self._counted = None
         return step
 
     def close(self) -> None:
@@ -295,9 +304,15 @@ class Steps:
 
     def _count_on(self, steps: int) -> None:
         """Move the counters that count this iterator's steps: each counts what `next` returns to it."""
+        if not steps:
+            return
+        counters = [each for each in gc.get_referrers(self) if type(each) is enumerate]
+        if counters and steps < 0:
+            raise MustBeReplaced(
+                "this worker has warmed up for a job that begins again: another counts its steps from 0"
+            )
         self._is_counting = True
-        for counter in gc.get_referrers(self):
-            if type(counter) is enumerate:
-                for _ in range(steps):
-                    next(counter)
+        for counter in counters:
+            for _ in range(steps):
+                next(counter)
         self._is_counting = False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT
+from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch.events import (
     Action,
     Event,
@@ -336,7 +336,7 @@ def test_a_crash_of_a_member_is_reported_and_replaced_at_once() -> None:
     ]
     assert said(actions) == "lost 10.0.0.1.1001: killed by SIGSEGV; replacing it now (restart 1 of 100)"
     assert arrive(made, view(2, A), 20.1)  # the server has heard of it
-    assert kinds(arrive(made, view(3, A, C), 20.2), StartWorker) == [StartWorker(C, view(3, A, C), 1)]
+    assert kinds(arrive(made, view(3, A, C), 20.2), StartWorker) == [StartWorker(C, view(3, A, C), 1, shadow=True)]
 
 
 def test_a_crashed_worker_is_not_started_again_under_its_name_until_the_view_dropped_it() -> None:
@@ -344,7 +344,38 @@ def test_a_crashed_worker_is_not_started_again_under_its_name_until_the_view_dro
     made.handle(Exited(B, 1), 20)
     assert kinds(arrive(made, view(2, A, B, FAR), 21), StartWorker) == []  # a wish from before the loss
     arrive(made, view(3, A, FAR), 22)
-    assert kinds(arrive(made, view(4, A, FAR, B), 23), StartWorker) == [StartWorker(B, view(4, A, FAR, B), 1)]
+    assert kinds(arrive(made, view(4, A, FAR, B), 23), StartWorker) == [StartWorker(B, view(4, A, FAR, B), 1, True)]
+
+
+def test_a_new_worker_that_cannot_warm_up_is_started_again_without_as_are_all_later_ones() -> None:
+    made = training(A, B)
+    both = view(2, A, B, C)
+    assert kinds(arrive(made, both, 20), StartWorker) == [StartWorker(C, both, 2, shadow=True)]
+    actions = made.handle(Exited(C, SHADOW_EXIT), 21)
+    assert kinds(actions, StartWorker, ReportLoss, RequestReplacement) == [StartWorker(C, both, 2)]
+    assert said(actions) == "10.0.0.1.1002 could not warm up alone: it is started again without, as all that come later"
+    assert made.num_started == 3
+    assert kinds(arrive(made, view(3, A, B, C, D), 22), StartWorker) == [StartWorker(D, view(3, A, B, C, D), 3)]
+    # Whoever was not to warm up has no such excuse.
+    assert react(made, Exited(D, SHADOW_EXIT), 23, ReportLoss) == [ReportLoss(D, "exit code 81")]
+
+
+def test_a_worker_that_dies_while_it_warms_up_is_a_loss_like_another() -> None:
+    made = training(A, B)
+    arrive(made, view(2, A, B, C), 20)
+    assert react(made, Exited(C, -9), 21, ReportLoss, RequestReplacement, ReportFailure) == [
+        ReportLoss(C, "killed by SIGKILL (out of memory? see dmesg)"),
+        RequestReplacement(),
+    ]
+    arrive(made, view(3, A, B), 21.1)
+    assert kinds(arrive(made, view(4, A, B, D), 21.2), StartWorker) == [StartWorker(D, view(4, A, B, D), 2, True)]
+
+
+def test_nobody_warms_up_for_a_job_in_which_nobody_is_left() -> None:
+    made = training(A, B)
+    made.handle(Exited(A, -9), 20)
+    made.handle(Exited(B, -9), 20)
+    assert kinds(arrive(made, view(2, B, C), 20.2), StartWorker) == [StartWorker(C, view(2, B, C), 0)]
 
 
 def test_pauses_double_and_a_long_life_resets_them() -> None:
@@ -515,7 +546,7 @@ def test_one_that_left_and_is_wanted_again_is_started_again() -> None:
     arrive(made, view(2, A), 5)
     change(made, Membership(2, (A,), wanted=2), 6)
     assert kinds(arrive(made, view(3, A, B), 7), StartWorker) == []
-    assert react(made, Exited(B, 0), 8, StartWorker) == [StartWorker(B, view(3, A, B), 1)]
+    assert react(made, Exited(B, 0), 8, StartWorker) == [StartWorker(B, view(3, A, B), 1, shadow=True)]
 
 
 def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:

@@ -41,6 +41,7 @@ from pliant.elastic.membership import (
     SettledNotice,
 )
 from pliant.errors import CollectiveTimeout, CommError, Mismatch, MustBeReplaced, NotStored, ViewChanged, WorkerLost
+from pliant.identity import WorkerSpec
 from pliant.train import assembly, determinism
 from pliant.train import job as job_module
 from pliant.train.adaptation import AdaptationSettings
@@ -486,6 +487,8 @@ class Actor:
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
+        self.has_shadow = world.has_shadow and bool(world.networks)
+        """Whether it warms up: others train already."""
         self.worker = Worker(HOST, 10000 + number)
         self.member = SimulatedMember(self)
         self.engine: SimulatedEngine | None = None
@@ -584,8 +587,11 @@ class World:
         schedule: Schedule = LAZY,
         events: Sequence[Death | Arrival] = (),
         adapting: Callable[[], AdaptationSettings] = AdaptationSettings,
+        has_shadow: bool = True,
     ) -> None:
         self.schedule, self.networks = schedule, dict[int, Network]()
+        self.has_shadow = has_shadow
+        """Whether new workers warm up alone before they report that they are ready."""
         self.server = ElasticState()
         self.moments: list[tuple[int, str]] = []
         """Who has submitted what."""
@@ -642,7 +648,10 @@ class World:
             adapting=self._adapting(),
             verify=self._verify,
         )
-        with Job(None, settings) as job:
+        spec = None
+        if actor.has_shadow:
+            spec = WorkerSpec(worker=actor.worker, view=View(0, (actor.worker,), (RUNNER,)), secret=b"", shadow=True)
+        with Job(spec, settings) as job:
             actor.job = job
             job.on_commit(lambda event: None if actor.is_dead else actor.commits.append(event.step))
             self._program(job, actor.notes)

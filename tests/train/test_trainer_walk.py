@@ -1,7 +1,7 @@
 """Whole programs on simulated workers that are lost and join at every moment: the result is that of one worker.
 
 In each shape of program a worker dies at each moment of a run, and what it had sent reaches some of the others; and new
-workers come. At the end parameters, optimizers, buffers, contexts, data positions and tracked objects are those of an
+workers come, who first warm up in the shadow. At the end parameters, optimizers, buffers, contexts, data positions and tracked objects are those of an
 undisturbed run on one worker, bit by bit, and so is everything that the program has seen on the way. Each worker's
 listeners are told of every step once.
 """
@@ -38,11 +38,13 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 from pliant.adapt import Decision, Observation, Policy, SetBatchSize, SetLearningRate
 from pliant.errors import MustBeReplaced, TrainError
+from pliant.train import shadow
 from pliant.train.adaptation import AdaptationSettings, adaptation_settings
 from pliant.train.gradients import GradientReducer
 from pliant.train.job import Job
 from pliant.train.phases import PhaseMachine
 from pliant.train.rendezvous import Left
+from pliant.train.step import Step
 from pliant.train.step_batches import StepBatches
 
 Event = Death | Arrival
@@ -89,7 +91,7 @@ def see(job: Job, notes: Notes, place: Any, value: Any) -> None:
     """Take a note, unless the program runs without effect."""
     trainer = job._trainer
     assert trainer is not None, "the job runs"
-    if not trainer.is_taken_back:
+    if not trainer.is_taken_back and not job.in_shadow:
         notes[place] = value
 
 
@@ -269,7 +271,8 @@ def own_batches(job: Job, notes: Notes) -> None:
     model = net(3, 4, 2)
     model, optimizer = job.wrap(model, sgd(model))
     average = job.track("average", net(3, 4, 2))
-    for step in job.steps(4):
+    for number, step in enumerate(job.steps(4)):
+        assert number == step.number, "also where it begins later, after a step in the shadow"
         with torch.no_grad():
             for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(theirs, 0.5)
@@ -527,6 +530,14 @@ def test_the_walk_notices_batches_that_are_taken_twice(monkeypatch: pytest.Monke
     assert not is_caught("together_before", cases)
     monkeypatch.setattr(StepBatches, "_host", _host_once)
     assert is_caught("together_before", cases)
+
+
+def test_the_walk_notices_a_step_in_the_shadow_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker's `enumerate` has counted it, so it is one ahead of the others."""
+    cases = [(2, schedule, [Arrival(moment)]) for schedule in (LAZY, EAGER) for moment in (20, 30, 40)]
+    assert not is_caught("own_batches", cases)
+    monkeypatch.setattr(shadow, "Step", lambda *args, is_shadow: Step(*args))
+    assert is_caught("own_batches", cases)
 
 
 def _host_once(self: StepBatches, original: Any = StepBatches._host) -> None:
