@@ -2,15 +2,19 @@
 
 It runs with the buffers of replica 0 and the random state of the first replica hosted here. What it draws moves the
 generators of all replicas: each rank of a DDP job would have drawn as much.
+
+A job of one replica can leave all of this to the process itself ("live"): its generators and buffers are those of the
+replica, in turns and between them, and are looked at only if somebody asks for them.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 
-from pliant.train.context import RngState, capture_rng, restore_rng
+from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, restore_rng
 from pliant.train.job_state import JobState
 from pliant.train.outer_draws import Draws
 from pliant.train.step_batches import StepBatches
@@ -30,7 +34,14 @@ class OuterCode:
 
     @property
     def is_running(self) -> bool:
-        return self._random is not None
+        return self._random is not None or self._replicas.is_live
+
+    def begin_live(self, stream: Callable[[], DataPosition]) -> None:
+        """Leave generators and buffers to the process from now on: the program's own code runs, and the job has one
+        replica. `stream` returns its position in the data."""
+        device = self._device
+        self._random, self._before_loading = None, []
+        self._replicas.begin_live(lambda: ReplicaContext(capture_rng(device), stream()))
 
     def begin(self) -> None:
         """The program's own code runs from now on. When a step begins, the batch of the first replica is loaded before, as
@@ -38,6 +49,7 @@ class OuterCode:
         hosted = self._batches.hosted
         if not hosted or not self._replicas.contexts:
             return
+        self._replicas.end_live()
         self._random = self.random_of(hosted[0])
         restore_rng(self._random, self._device)
         self._state.show_first_buffers()
@@ -45,11 +57,13 @@ class OuterCode:
     def end(self) -> None:
         """Turns, or the shards of an evaluation, follow."""
         self.note_draws()
+        self._replicas.end_live()
         self._random = None
         self._state.keep_first_buffers()
 
     def drop(self) -> None:
         """What the program has drawn does not count."""
+        assert not self._replicas.is_live, "it is only known what was drawn where contexts are kept"
         self._random = None
 
     def begin_step(self) -> None:
@@ -59,7 +73,7 @@ class OuterCode:
         """Return the random state in which a replica goes on: its batch is loaded, and the program has drawn."""
         if not self._batches.is_to_load(replica):
             return self._replicas.contexts[replica].random
-        _, random = self._batches.load(replica)
+        random = self._batches.random_after(replica)
         for draws in self._before_loading:
             random = draws.apply(random)
         return random

@@ -299,6 +299,30 @@ class PhaseMachine:
                 return RunProgram()
         raise AssertionError(f"{event} while {self.phase.value}")
 
+    # --- a worker without others that hosts one replica: what `handle` does there, without a choice ---
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the program runs, and its next step begins in this view."""
+        return self.phase is Phase.PROGRAM and not self.is_lost and self.view_agreed is None
+
+    def begin_step_alone(self) -> None:
+        """Do what `StepAsked` does, if the machine `may_go_on`."""
+        self._step_began, self._in_body = self.passes, False
+
+    def begin_pass_alone(self) -> None:
+        """Do what `PassBegun` does before the only turn."""
+        assert self.phase is Phase.PROGRAM and not self.is_lost, "the program begins a pass"
+        self._in_pass = self._has_turns = self._in_body = True
+        self._slot, self.has_sums, self.phase = 0, False, Phase.TURNS
+
+    def end_pass_alone(self) -> None:
+        """Do what `TurnTaken` and `SumsArrived` do after the only turn."""
+        self._slot, self._deferred_began = 1, self._step_began
+        self._count_pass()
+
+    # --- decisions ---
+
     def _begin_pass(self) -> Action:
         self._slot, self.has_sums = 0, False
         if self._has_turns:

@@ -144,13 +144,39 @@ class Replicas:
         self.steps = steps
         self.count = count
         """N. It is fixed, unless it follows the number of workers."""
-        self.contexts: list[ReplicaContext] = []
-        """The contexts of all replicas at the last committed step."""
+        self._contexts: list[ReplicaContext] = []
+        self._capture: Callable[[], ReplicaContext] | None = None
+        """Returns the context of the only replica as it is now; None if contexts are kept."""
         self.num_samples = num_samples
         self.loading = loading
         """The present loader options. Decisions may change the batch size."""
         self.times_dealt = 0
         """How often the rest of an epoch was dealt anew."""
+
+    @property
+    def contexts(self) -> list[ReplicaContext]:
+        """The contexts of all replicas at the last committed step."""
+        if self._capture is not None:
+            self._contexts = [self._capture()]
+        return self._contexts
+
+    @contexts.setter
+    def contexts(self, contexts: list[ReplicaContext]) -> None:
+        self._contexts, self._capture = contexts, None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the context of the only replica is that of the process itself, and not kept."""
+        return self._capture is not None
+
+    def begin_live(self, capture: Callable[[], ReplicaContext]) -> None:
+        """Let the process itself be the context of the only replica. Whoever asks for it gets what `capture` returns
+        then."""
+        self._capture = capture
+
+    def end_live(self) -> None:
+        """Keep the context as it is now: something else than its replica will run."""
+        self.contexts = self.contexts
 
     @property
     def num_loader_workers(self) -> int:

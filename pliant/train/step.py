@@ -82,10 +82,14 @@ class Turn:
         if len(names.encode()) > MAX_NAMES:
             raise TrainError(f"step.log: the names {names} have more than {MAX_NAMES} bytes: use shorter ones")
 
+    def number(self, name: str) -> float:
+        """Return the value of a figure."""
+        return _number(name, self.figures[name])
+
     def pack(self) -> bytes:
         """Return what all workers learn of this turn."""
         names = sorted(self.figures)
-        values = [_number(name, self.figures[name]) for name in names]
+        values = [self.number(name) for name in names]
         padding = [0.0] * (MAX_FIGURES - len(values))
         return _TURN.pack(
             self.outcome,

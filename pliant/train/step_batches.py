@@ -30,7 +30,7 @@ class StepBatches:
         self._feeder, self._replicas, self._progress, self._device = feeder, replicas, progress, device
         self._start: list[ReplicaContext] = []
         """The contexts with which the step began."""
-        self._loaded: dict[int, tuple[Batch, RngState]] = {}
+        self._loaded: dict[int, tuple[Batch, RngState | None]] = {}
         self._is_open = False
         self._moved: set[int] = set()
         """The replicas whose contexts are those of after their batches."""
@@ -64,18 +64,39 @@ class StepBatches:
         """From now on the contexts of these replicas are those of after their batches."""
         self._moved.update(replicas)
 
-    def load(self, replica: int) -> tuple[Batch, RngState]:
-        """Return the batch of a hosted replica, and the random state after it was loaded."""
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the feeder loads for the replicas hosted here, from where the last step has ended, and may have more."""
+        return self._dealt == self._replicas.times_dealt and self._feeder.has_more(self.hosted)
+
+    def begin_live_step(self) -> Batch:
+        """Begin a step of the only replica, whose context is the process itself, and return its batch."""
+        self._moved, self._is_open = {0}, True
+        batch = self._next(0)
+        self._loaded = {0: (batch, None)}
+        return batch
+
+    def load(self, replica: int) -> Batch:
+        """Return the batch of a hosted replica."""
         if replica not in self._loaded:
             self._host()
             restore_rng(self._start[replica].random, self._device)
-            batch: Batch
-            try:
-                batch = self._feeder.next(replica), self._feeder.last_size(replica)
-            except StopIteration:
-                batch = ()
+            batch = self._next(replica)
             self._loaded[replica] = batch, capture_rng(self._device)
-        return self._loaded[replica]
+        return self._loaded[replica][0]
+
+    def random_after(self, replica: int) -> RngState:
+        """Load the batch of a hosted replica, and return the random state after it was loaded."""
+        self.load(replica)
+        random = self._loaded[replica][1]
+        assert random is not None, "the context of a live replica is never that of before its batch"
+        return random
+
+    def _next(self, replica: int) -> Batch:
+        try:
+            return self._feeder.next(replica), self._feeder.last_size(replica)
+        except StopIteration:
+            return ()
 
     def _host(self) -> None:
         """Let the feeder load for the replicas hosted here, from where the step began."""

@@ -27,7 +27,7 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
 from pliant.errors import CommError, MustBeReplaced, TrainError
 from pliant.train import trace
-from pliant.train.context import RNG_BYTES, ReplicaContext, RngState, capture_rng
+from pliant.train.context import RNG_BYTES, DataPosition, ReplicaContext, RngState, capture_rng
 from pliant.train.deferred import DeferredUpdates, is_survivable
 from pliant.train.events import Listeners, StepCommitted, ViewChanges
 from pliant.train.exchange import StepMessage
@@ -103,7 +103,8 @@ class Trainer:
         self.reducers, self.adaptation, self.averaging = state.reducers, state.adaptation, state.averaging
         self.deferred, self.sync, self.feeder = deferred, sync, feeder
         self.phases = PhaseMachine(elastic=member.elastic, keeps_start=sync.may_defer)
-        self.replica_switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
+        self._own_switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
+        self.replica_switch = self._own_switch
         self.changes = ViewChanges(listeners.view)
         self.turn: Turn | None = None
         """The turn in progress."""
@@ -120,6 +121,11 @@ class Trainer:
         self._result: PassResult | None = None
         """What the pass leaves whose sums are here, until it counts."""
         self._timer = StepTimer()
+        self._is_alone = False
+        """Whether this worker has no others beside it, and hosts the only replica, so that nothing has to be switched,
+        exchanged or kept."""
+        self._taken: DataPosition | None = None
+        """The data position after the last turn of the only replica, where it is not dealt its samples."""
         self._meetings = meetings
         self._step: Step | None = None
         """The step in progress; None between steps."""
@@ -252,6 +258,14 @@ class Trainer:
         self.trace_engine()
         self.adaptation.enter_view(engine)
         self._guard.enter_view()
+        self._is_alone = (
+            engine.size == 1
+            and self.replicas.count == 1
+            and self.state.sync_buffers
+            and self.averaging is None
+            and not self.sync.may_defer
+            and not self.adaptation.is_active
+        )
         self._is_new_view = True
         if not entered.was_planned:
             self._member.settled()
@@ -365,6 +379,8 @@ class Trainer:
     def _begin_step(self, epoch: int) -> bool:
         """Enter the right view and begin a step; return False if the epoch is over."""
         self.settle()
+        if self.replicas.is_live and self._may_go_on_alone(epoch):
+            return self._begin_step_alone()
         while True:
             self._ask_for_step()
             if self.is_taken_back or self.phases.is_lost:
@@ -408,7 +424,7 @@ class Trainer:
             self._step_start = StepStart.of(self.state)
         self.adaptation.begin_epoch()
         self._outer.begin()
-        batch, _ = self._batches.load(self.hosted[0])
+        batch = self._batches.load(self.hosted[0])
         self._left_early = False
         if batch:
             self._versions = self._count_writes()
@@ -464,6 +480,9 @@ class Trainer:
         except CommError as error:
             self._lost(error)  # the machine remembers it
         self._outer.note_draws()  # a checkpoint of this step has them
+        if self._is_alone and not self.replicas.is_live:
+            self._note_position()
+            self._outer.begin_live(self._stream_alone)
         self._tell_listeners(is_left)
 
     def _end_batches(self) -> None:
@@ -500,6 +519,9 @@ class Trainer:
             )
         self.check_outer(f"a loop over step {step.number}")
         if self.is_taken_back:
+            return
+        if self.replicas.is_live:
+            yield from self._turn_alone(step)
             return
         self._begin_pass()
         place = f"the loop over step {step.number}"
@@ -565,7 +587,7 @@ class Trainer:
 
     def _restore(self, replica: int) -> Batch:
         """Load the batch of a replica, and go on with its context."""
-        batch, _ = self._batches.load(replica)
+        batch = self._batches.load(replica)
         context = self.replicas.contexts[replica].with_random(self._outer.random_of(replica))
         self.replica_switch.restore(context, self.state.first_buffers)
         return batch
@@ -630,6 +652,81 @@ class Trainer:
         self._perform(self._handle(PassBegun(has_turns=False)), exchange, f"step {self.progress.step}")
         if not self.is_taken_back:
             self._outer.begin()
+
+    # --- steps of a worker that is alone with the only replica ---
+
+    def _stream_alone(self) -> DataPosition:
+        return self._taken if self._taken is not None else self.feeder.stream(0)
+
+    def _note_position(self) -> None:
+        """Keep the position of the only replica, unless the feeder tells the same later: own data may change meanwhile."""
+        self._taken = None if self.replicas.loading.is_dealt else self.feeder.stream(0)
+
+    def _may_go_on_alone(self, epoch: int) -> bool:
+        """Return whether the next step of this epoch begins where the last one has ended: in the same view, with the
+        generators and buffers of the process as they are."""
+        return (
+            self.phases.may_go_on
+            and self.progress.epoch == epoch
+            and self.replica_switch is self._own_switch
+            and not trace.enabled()
+            and self._batches.may_go_on
+        )
+
+    def _begin_step_alone(self) -> bool:
+        """Do what `_ask_for_step` and `_load_step` do."""
+        self.phases.begin_step_alone()
+        batch = self._batches.begin_live_step()
+        self._left_early = False
+        if batch:
+            self._versions = self._count_writes()
+            return True
+        self._pass_over()
+        self._end_batches()
+        return False
+
+    def _turn_alone(self, step: Step) -> Iterator[Any]:
+        """Yield the batch of the only replica. Its gradients need no sum, and its context is the process itself."""
+        begins_step, timer, reducers = not self._passes_in_step, self._timer, self.reducers
+        if begins_step:
+            self._writes_first = self._writes_first or self._count_writes() != self._versions
+            timer.begin_step_alone()
+        batch = self._batches.load(0)
+        self.phases.begin_pass_alone()
+        turn = self.turn = Turn(0, 0, True)
+        for reducer in reducers:
+            reducer.begin_pass(begins_step=begins_step)
+            reducer.begin_turn(0)
+        timer.begin_turn(0.0)
+        self._left_early = True
+        try:
+            yield batch[0]
+            if turn.outcome is Outcome.NOTHING and not turn.kept and any(each.handed_in for each in reducers):
+                timer.end_turn(0.0)
+                if turn.figures:
+                    step.means |= {name: 0.0 + turn.number(name) for name in sorted(turn.figures)}
+                self._end_pass_alone()
+            else:
+                self._pass.clear()
+                self._perform(self._end_turn(), self._exchange_turns, f"the loop over step {step.number}")
+                self._outer.begin()
+            self._left_early = False
+        finally:
+            self.turn = None
+            for reducer in reducers:
+                reducer.end_turns()
+
+    def _end_pass_alone(self) -> None:
+        """Do what `_exchange_turns` and `_count_pass` do."""
+        prepared, entered = self._member.prepared, self._member.entered
+        if prepared > entered:
+            self._handle(ChangeAgreed(prepared))
+        self.phases.end_pass_alone()
+        self.progress.passes, self._last_pass_in = self.phases.passes, entered
+        for reducer in self.reducers:
+            reducer.end_pass()
+        self._note_position()
+        self._passes_in_step += 1
 
     # --- what travels with a pass ---
 

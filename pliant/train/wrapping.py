@@ -166,12 +166,24 @@ def hook_optimizer(
     that removes the hooks."""
     scaled = contextlib.ExitStack()
 
-    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _refuse_closure(optimizer, *args[1:], kwargs.get("closure"))
-        check_outer("optimizer.step()")
-        scaled.enter_context(_scaled_rates(optimizer, rate_factor()))
+    is_scaled = False
 
-    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: scaled.close())]
+    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_scaled
+        if len(args) > 1 or kwargs:
+            _refuse_closure(optimizer, *args[1:], kwargs.get("closure"))
+        check_outer("optimizer.step()")
+        if (factor := rate_factor()) != 1.0:
+            scaled.enter_context(_scaled_rates(optimizer, factor))
+            is_scaled = True
+
+    def after(*_: Any) -> None:
+        nonlocal is_scaled
+        if is_scaled:
+            is_scaled = False
+            scaled.close()
+
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def remove() -> None:
         for hook in hooks:
