@@ -52,7 +52,7 @@ def measure(name: str, replicas: int, args: argparse.Namespace) -> dict[str, Any
         began_s = time.perf_counter()
         for _ in range(steps):
             for (x,) in itertools.islice(batches, replicas):
-                plain(x.to(device)).sum().backward()
+                plain(x.to(device)).sum().backward()  # type: ignore[no-untyped-call]
             plain_optimizer.step()
             plain_optimizer.zero_grad()
         wait()
@@ -67,7 +67,7 @@ def measure(name: str, replicas: int, args: argparse.Namespace) -> dict[str, Any
             began_s = time.perf_counter()
             for step in loader:
                 for (x,) in step:
-                    ours(x.to(device)).sum().backward()
+                    ours(x.to(device)).sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
                 if (step.number + 1) % args.block == 0:

@@ -312,7 +312,7 @@ class PhaseMachine:
 
     def begin_pass_alone(self) -> None:
         """Do what `PassBegun` does before the only turn."""
-        assert self.phase is Phase.PROGRAM and not self.is_lost, "the program begins a pass"
+        assert self.phase is Phase.PROGRAM, "the program begins a pass"
         self._in_pass = self._has_turns = self._in_body = True
         self._slot, self.has_sums, self.phase = 0, False, Phase.TURNS
 

@@ -692,6 +692,7 @@ class Trainer:
             self._writes_first = self._writes_first or self._count_writes() != self._versions
             timer.begin_step_alone()
         batch = self._batches.load(0)
+        assert batch, "the step has begun with a batch"
         self.phases.begin_pass_alone()
         turn = self.turn = Turn(0, 0, True)
         for reducer in reducers:

@@ -82,7 +82,7 @@ def draw(job: Job, step: Step, model: Model, optimizer: Optimizer) -> None:
     """The program's own code draws, and changes buffers, before and after the turns."""
     torch.rand(3)
     random.random()
-    model[1].running_mean.add_(1.0)  # type: ignore[index,operator,union-attr]
+    model[1].running_mean.add_(1.0)  # type: ignore[index]
     plain(job, step, model, optimizer)
     np.random.rand()
     with torch.no_grad():
@@ -166,7 +166,11 @@ class Run:
                     body(job, step, model, optimizer)
                     if save and step.number == at:
                         job.save(save)
-        self.random = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+        self.random = (
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        )
 
     def _add(self, job: Job, event: StepCommitted) -> None:
         assert job._trainer is not None
@@ -232,7 +236,7 @@ def test_they_are_those_of_plain_pytorch(live_turns: list[int]) -> None:
     )
     assert torch.equal(run.random[0], torch.get_rng_state())
     assert run.random[1] == random.getstate()
-    assert run.random[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    assert run.random[2] == np.random.get_state(legacy=False)["state"]["key"].tolist()
 
 
 class PlainStep(list[torch.Tensor]):
