@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 
 from pliant.cli import check
@@ -27,7 +27,6 @@ from pliant.errors import PROGRAM_EXIT, LaunchError
 from pliant.identity import CheckSettings, WorkerSpec, worker_spec
 from pliant.launch.supervisor import NEVER_JOINED, TIMEOUT_EXIT
 
-MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = """
 import sys
 import torch, pliant
@@ -59,7 +58,7 @@ raise SystemExit("the whole training was done")
 
 def run_check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(PROGRAM)
-    return subprocess.run([*MAIN, "check", *words], cwd=folder, capture_output=True, text=True, timeout=170)
+    return forked.run([forked.PLIANT, "check", *words], cwd=folder, timeout=170)
 
 
 @pytest.mark.processes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 from command import command
 from gang import addresses, specs
@@ -55,8 +55,7 @@ POLICIES = [
 
 
 def _run(folder: Path, *options: str) -> str:
-    command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", *options, sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    done = forked.run([forked.PLIANT, "run", "-q", *options, sys.executable, "train.py"], cwd=folder, timeout=150)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return _result(done.stdout)
 

@@ -8,12 +8,12 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import gang
 import pytest
 import torch
@@ -43,24 +43,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def start(*words: object) -> subprocess.Popen[str]:
+def lines_of(*words: object) -> list[str]:
+    """What the workers of a run have printed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
-    return subprocess.Popen(
-        list(map(str, words)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def lines_of(process: subprocess.Popen[str], prefix: str = r"\[\S+::stdout\] ") -> list[str]:
-    try:
-        stdout, stderr = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 0, stdout + stderr
-    return [re.sub(f"^{prefix}", "", line) for line in stdout.splitlines()]
+    done = forked.run(words, cwd=Path.cwd(), env={**environ, "OMP_NUM_THREADS": "1"}, timeout=100)
+    assert done.returncode == 0, done
+    return [re.sub(r"^\[\S+::stdout\] ", "", line) for line in done.stdout.splitlines()]
 
 
 def program(path: Path) -> ModuleType:
@@ -137,8 +125,8 @@ def test_flags_about_tensorflow_are_taken_and_named() -> None:
 @pytest.mark.processes
 def test_under_pliant_run_as_the_artifacts_command() -> None:
     lines = lines_of(
-        start(*RUN, "--warm", "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable, SYSTEM / "benchmark_kungfu.py",
-              "--kf-optimizer=sync-sgd", *SMALL, *FEW)
+        *RUN, "--warm", "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable, SYSTEM / "benchmark_kungfu.py",
+        "--kf-optimizer=sync-sgd", *SMALL, *FEW
     )  # fmt: skip
     check(lines, the_artifacts_lines("/cpu:0"))
     mean, interval, facts = result_in(lines)
@@ -238,9 +226,9 @@ def test_the_scaling_benchmark_says_how_long_each_resize_took() -> None:
     with ConfigServer(ServerConfig(host="127.0.0.1", port=0)).running() as server:
         url = server.url.replace("/config", "/get")
         lines = lines_of(
-            start(*RUN, "-w", "-config-server", url, "-np", 1, "-H", "127.0.0.1:2", sys.executable,
-                  SCALING / "benchmark_kungfu_scaling.py", "--tf-method", "estimator", "--elastic", "--resize-schedule",
-                  "2:2,3:1,4:0", "--train-steps", 4, "--epoch-size", 10000, *SMALL)
+            *RUN, "-w", "-config-server", url, "-np", 1, "-H", "127.0.0.1:2", sys.executable,
+            SCALING / "benchmark_kungfu_scaling.py", "--tf-method", "estimator", "--elastic", "--resize-schedule",
+            "2:2,3:1,4:0", "--train-steps", 4, "--epoch-size", 10000, *SMALL
         )  # fmt: skip
     assert lines[0] == "without effect here: --tf-method estimator"
     for change in ("1 -> 2", "2 -> 1"):

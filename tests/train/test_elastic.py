@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 from gang import FULL
 from golden import golden
@@ -171,7 +170,6 @@ print("trained by", job.rank, job.step, flush=True)
 
 def test_a_worker_that_hears_of_the_end_before_it_has_passed_the_barrier_finishes_its_program(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOW_TO_END)
-    command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", "-w", "-np", "2", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = forked.run([forked.PLIANT, "run", "-q", "-w", "-np", "2", "train.py"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"trained by (\d \d)", done.stdout)) == ["0 2", "1 2"]

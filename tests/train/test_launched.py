@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forked import PLIANT, Program
 from scripted import run_script
 
 from pliant.errors import PROGRAM_EXIT
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-PLIANT = str(Path(sys.executable).with_name("pliant"))
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -47,22 +46,21 @@ for epoch in job.epochs(2):
 """
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [PLIANT, "run", "-q", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(folder: Path, *words: str) -> Program:
+    return Program([PLIANT, "run", "-q", *words], cwd=folder)
 
 
-def end(runner: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = runner.communicate(timeout=150)
-    return runner.returncode, stdout, stderr
+def end(runner: Program) -> tuple[int, str, str]:
+    with contextlib.closing(runner):
+        stdout, stderr = runner.communicate(timeout=150)
+        return runner.wait(5), stdout, stderr
 
 
 def test_one_worker_is_blamed_for_its_own_failure_and_one_message_tells_of_a_common_one(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "train.py").write_text(PROGRAM)
     (tmp_path / "alone.py").write_text("print('done')")
-    own = start(tmp_path, "-np", "2", "-m", "own.train", "own")
+    own = start(tmp_path, "--warm", "-np", "2", "-m", "own.train", "own")
     common = start(tmp_path, "-w", "-np", "2", "own/train.py", "mistake")
     alone = start(tmp_path, "-np", "2", "alone.py")
     load = start(tmp_path, "--warm", "-np", "2", "own/train.py", "load")

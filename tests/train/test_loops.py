@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -245,16 +246,12 @@ def test_newcomers_resumed_workers_and_those_that_stand_by_end_where_the_program
     loop, and others take over its replicas."""
     (tmp_path / "train.py").write_text(EARLY)
 
-    def start(*words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    run = [str(Path(sys.executable).with_name("pliant")), "run", "-q"]
-    growing = start(*run, "-w", "-np", "1", "train.py", "grow")
-    alone = start(sys.executable, "train.py", "alone").communicate(timeout=100)[0]
-    resumed = start(*run, "-np", "2", "train.py", "resume").communicate(timeout=100)[0]
-    [expected] = re.findall(r"ended (\[.*)", alone)
-    assert re.findall(r"ended (\[.*)", resumed) == [expected] * 2, resumed
-    grown = growing.communicate(timeout=100)[0]
-    assert growing.returncode == 0, grown
+    start = functools.partial(forked.run, cwd=tmp_path, timeout=100)
+    alone = start([sys.executable, "train.py", "alone"])
+    resumed = start([forked.PLIANT, "run", "-q", "--warm", "-np", "2", "train.py", "resume"])
+    [expected] = re.findall(r"ended (\[.*)", alone.stdout)
+    assert re.findall(r"ended (\[.*)", resumed.stdout) == [expected] * 2, resumed
+    grown = start([forked.PLIANT, "run", "-q", "-w", "-np", "1", "train.py", "grow"])
+    assert grown.returncode == 0, grown
     assert (tmp_path / "died").exists(), grown
-    assert set(re.findall(r"ended (\[.*)", grown)) == {expected}, grown
+    assert set(re.findall(r"ended (\[.*)", grown.stdout)) == {expected}, grown
