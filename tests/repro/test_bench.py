@@ -20,6 +20,7 @@ from pliant_repro import contest
 from pliant_repro.bench import allreduce, orders
 from pliant_repro.bench.allreduce import (
     AllreduceOptions,
+    check_gpus,
     choose_contenders,
     contribution,
     make_contender,
@@ -132,6 +133,17 @@ def test_lab_and_peers_are_read() -> None:
     assert parse_lab("rate=none").nominal_rate is None
     assert parse_peers("gloo, openmpi,gloo") == ("gloo", "openmpi")
     assert parse_peers("none") == parse_peers("") == ()
+    assert (parse_peers(None), parse_peers(None, "cuda")) == (("gloo", "openmpi"), ("nccl", "host"))
+
+
+def test_every_worker_needs_a_gpu_of_its_own() -> None:
+    check_gpus(4, 4)
+    with pytest.raises(ConfigError, match="-np 4 --device cuda: .* 2 are here; use -np 2"):
+        check_gpus(4, 2)
+    with pytest.raises(ConfigError, match="1 is here; run it on a machine with several GPUs"):
+        check_gpus(2, 1)
+    options = AllreduceOptions(model="slp", device="cuda", peers=("nccl", "host"))
+    assert choose_contenders(options, []) == ["pliant", "pliant-fused", "copy", "nccl", "host"]
 
 
 WRONG = """
@@ -142,6 +154,9 @@ allreduce --repeat 0
 allreduce --lab 4
 allreduce --lab hosts=4,rate=fast
 allreduce --lab hosts=4 -np 3
+allreduce --device cuda --lab hosts=4
+allreduce --device cuda --peers gloo
+allreduce --device cuda -np 200
 allreduce --json /nosuchfolder/result.json
 train --model resnet19
 train -np 0
@@ -338,7 +353,7 @@ MISSING = [*missing_for_lab(), *filter(None, [iperf.why_no_iperf()])]
 @pytest.mark.processes
 def test_a_real_contest_at_small_size(folder: Path) -> None:
     options, placement = AllreduceOptions(num_workers=2, model="slp"), Placement(num_workers=2, folder=folder)
-    sides = ["pliant", "pliant-fused", "copy"]
+    sides = ["pliant", "pliant-fused", "copy", "group"]
     if MISSING:  # else gloo has its contest below, between hosts
         sides.append("gloo")
     if not contest.why_no_openmpi():
@@ -353,6 +368,7 @@ def test_a_real_contest_at_small_size(folder: Path) -> None:
         assert [len(each) for each in measured.rounds] == [2, 2, 2]
         assert min(measured.seconds) > 0
         assert measured.wrong == (None if label == "copy" else 0)
+    assert results["group"].egress_bytes[0] == 4 * (2 * 7840 + 10 + 16)  # a ring's bytes; small sums are padded
 
 
 def test_openmpi_says_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

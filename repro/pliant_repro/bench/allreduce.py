@@ -1,6 +1,7 @@
 """`pliant bench allreduce`: ours beside gloo and Open MPI, and beside what the hardware allows, in one run.
 
-All sides get the same tensors and one process with one arithmetic thread per rank, and are measured the same way: the side's
+With `--device cuda` every worker has a GPU of its own: our sums on a process group of NCCL, beside NCCL's own all-reduce and
+our sums through the host's memory. All sides get the same tensors and one process with one arithmetic thread per rank, and are measured the same way: the side's
 barrier, clock, all tensors submitted and awaited, clock. Before that, all reduce a known pattern, and compare the sums. The
 second half of this module runs in the worker processes.
 """
@@ -11,8 +12,9 @@ import contextlib
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, cast
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.comm.topology import STRATEGIES
-from pliant.errors import ConfigError
+from pliant.errors import CommError, ConfigError
 from pliant.machine import Json
 from pliant_repro import contest
 from pliant_repro.contest import Contender, Placement, Progress, Rules, Summary, Timings, check_choice
@@ -32,7 +34,10 @@ from pliant_repro.scaling_model import transfer_s
 from pliant_repro.worker import Command, Opened, join_group
 
 ITEM_BYTES = 4
-PEERS = ("gloo", "openmpi")
+PEERS = {"cpu": ("gloo", "openmpi", "group"), "cuda": ("nccl", "host")}
+"""Who can take part beside us, by device: torch's gloo and NCCL, Open MPI, our own sums on a process group of gloo, and those
+through the host's memory."""
+DEFAULT_PEERS = {"cpu": ("gloo", "openmpi"), "cuda": ("nccl", "host")}
 BUSY = 0.85
 """Above this share of busy processors, they and not the links limit a run between hosts."""
 OURS, FUSED, COPY = "pliant", "pliant-fused", "copy"
@@ -55,15 +60,20 @@ class AllreduceOptions:
     fuse: bool = False
     """Reduce all tensors as one."""
     strategy: str = "AUTO"
-    peers: tuple[str, ...] = PEERS
+    device: str = "cpu"
+    """Where the tensors are: `cpu`, or `cuda` with one GPU for each worker."""
+    peers: tuple[str, ...] = DEFAULT_PEERS["cpu"]
     lab: Lab | None = None
     """The lab to run in; None means all on this host."""
     rules: Rules = field(default_factory=Rules)
 
     def __post_init__(self) -> None:
         check_choice("--strategy", self.strategy, STRATEGIES)
+        check_choice("--device", self.device, tuple(PEERS))
         for peer in self.peers:
-            check_choice("--peers", peer, PEERS)
+            check_choice("--peers", peer, PEERS[self.device])
+        if self.device == "cuda" and self.lab is not None:
+            raise ConfigError("--device cuda --lab: the hosts of a lab share the GPUs of this one; leave --lab out")
         if not 1 <= self.num_workers <= 256:
             raise ConfigError(f"-np {self.num_workers}: use 1 to 256")
         if self.lab is not None and self.num_workers % self.lab.num_hosts:
@@ -79,10 +89,22 @@ class AllreduceOptions:
         return [sum(sizes)] if self.fuse else list(sizes)
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """Parse the comma list of `--peers`; `none` or nothing means no peer."""
+def parse_peers(text: str | None, device: str = "cpu") -> tuple[str, ...]:
+    """Parse the comma list of `--peers`; `none` or nothing means no peer, and None the usual ones of the device."""
+    if text is None:
+        return DEFAULT_PEERS.get(device, ())
     names = contest.split_words(text)
     return () if names == ("none",) else names
+
+
+def check_gpus(num_workers: int, num_gpus: int) -> None:
+    """Raise ConfigError if there is no GPU for each worker."""
+    if num_gpus < num_workers:
+        remedy = f"use -np {num_gpus}" if num_gpus > 1 else "run it on a machine with several GPUs, or use --device cpu"
+        raise ConfigError(
+            f"-np {num_workers} --device cuda: every worker needs a GPU of its own, and {num_gpus} "
+            f"{'is' if num_gpus == 1 else 'are'} here; {remedy}"
+        )
 
 
 def parse_lab(text: str) -> Lab:
@@ -111,7 +133,12 @@ def run(options: AllreduceOptions, args: Mapping[str, object], progress: Progres
     """
     remarks: list[str] = []
     names = choose_contenders(options, remarks)
-    check_memory(options, names)
+    if options.device == "cuda":
+        import torch
+
+        check_gpus(options.num_workers, torch.cuda.device_count())
+    else:
+        check_memory(options, names)
     lab = options.lab
     line_rates: list[float] = []
 
@@ -142,8 +169,7 @@ def choose_contenders(options: AllreduceOptions, remarks: list[str]) -> list[str
     names = [OURS]
     if options.lab is None:
         names += [COPY] if options.fuse else [FUSED, COPY]
-    if "gloo" in options.peers:
-        names.append("gloo")
+    names += [peer for peer in options.peers if peer != OPENMPI]
     if OPENMPI in options.peers:
         without_launcher = "openmpi skipped: between hosts it needs a launcher (ssh), which a lab does not have"
         why_not = without_launcher if options.lab is not None else contest.why_no_openmpi()
@@ -171,6 +197,7 @@ def make_contender(options: AllreduceOptions, placement: Placement, name: str) -
     sizes = options.sizes
     task = {
         "side": name,
+        "device": options.device,
         "sizes": [sum(sizes)] if name == FUSED else sizes,
         "num_workers": placement.num_workers,
         "store": str(placement.folder / f"{name}.store"),
@@ -181,7 +208,7 @@ def make_contender(options: AllreduceOptions, placement: Placement, name: str) -
         count = str(placement.num_workers)
         return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count, *settings, *argv]
 
-    strategy = options.strategy if name in (OURS, FUSED) else ""
+    strategy = options.strategy if name in (OURS, FUSED, "group", "host") else ""
     launcher = mpirun if name in (OPENMPI, YIELDING) else None
     return placement.contender(name, f"{__name__}:opened", task, strategy=strategy, launcher=launcher)
 
@@ -252,16 +279,24 @@ SUM_TIMEOUT_S = 60.0
 
 
 class Reducer(ABC):
-    """One rank of an implementation: its arrays, its barrier, and its all-reduce of all of them at once."""
+    """One rank of an implementation: its tensors, its barrier, and its all-reduce of all of them at once."""
 
-    def __init__(self, arrays: Sequence[Values]) -> None:
-        self.arrays = arrays
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
         self.clear()
 
     def clear(self) -> None:
         """Write zeros, which stay zeros however often they are summed: no overflow, and all pages are really there."""
-        for array in self.arrays:
-            array[...] = 0
+        for index, size in enumerate(self.sizes):
+            self.write(index, np.zeros(size, np.float32))
+
+    @abstractmethod
+    def write(self, index: int, values: Values) -> None:
+        """Set the operand of this rank."""
+
+    @abstractmethod
+    def read(self, index: int) -> Values:
+        """Return the sum."""
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -274,38 +309,60 @@ class Reducer(ABC):
         return None
 
 
-class GlooReducer(Reducer):
-    """torch.distributed on gloo, in its default configuration."""
+class TensorReducer(Reducer):
+    """Tensors of torch, on a device."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = tensors
+        self.is_cuda = tensors[0].is_cuda
+        super().__init__([tensor.numel() for tensor in tensors])
+
+    def write(self, index: int, values: Values) -> None:
         import torch
 
-        self._tensors = [torch.zeros(size) for size in sizes]
-        super().__init__([tensor.numpy() for tensor in self._tensors])
+        self.tensors[index].copy_(torch.from_numpy(values))
+
+    def read(self, index: int) -> Values:
+        return cast(Values, self.tensors[index].cpu().numpy())
+
+    def synchronize(self) -> None:
+        """Wait for the device: a collective on a GPU returns before it is done."""
+        if self.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(self.tensors[0].device)
+
+
+class TorchReducer(TensorReducer):
+    """torch.distributed on gloo or NCCL, in its default configuration."""
 
     def barrier(self) -> None:
         import torch.distributed as dist
 
+        self.synchronize()
         dist.barrier()
+        self.synchronize()
 
     def reduce_all(self) -> None:
         import torch.distributed as dist
 
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in self._tensors]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in self.tensors]
         for work in works:
             work.wait()
+        self.synchronize()
 
 
-class MemoryCopy(GlooReducer):
+class MemoryCopy(TorchReducer):
     """No all-reduce, but the memory traffic that one needs at least: each input is read once, each result written once."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(sizes)
-        self._targets = [np.ones_like(array) for array in self.arrays]  # ones, so that all pages are really there
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__(tensors)
+        self._targets = [tensor.clone().fill_(1) for tensor in tensors]  # written, so that all pages are really there
 
     def reduce_all(self) -> None:
-        for source, target in zip(self.arrays, self._targets, strict=True):
-            np.copyto(target, source)
+        for source, target in zip(self.tensors, self._targets, strict=True):
+            target.copy_(source)
+        self.synchronize()
 
 
 class MpiReducer(Reducer):
@@ -314,36 +371,82 @@ class MpiReducer(Reducer):
     def __init__(self, sizes: Sequence[int]) -> None:
         from mpi4py import MPI
 
-        super().__init__([np.zeros(size, np.float32) for size in sizes])
+        self._arrays = [np.zeros(size, np.float32) for size in sizes]
+        super().__init__(sizes)
         self._comm, self._in_place, self._waitall = MPI.COMM_WORLD, MPI.IN_PLACE, MPI.Request.Waitall
+
+    def write(self, index: int, values: Values) -> None:
+        self._arrays[index][...] = values
+
+    def read(self, index: int) -> Values:
+        return self._arrays[index]
 
     def barrier(self) -> None:
         self._comm.Barrier()
 
     def reduce_all(self) -> None:
-        self._waitall([self._comm.Iallreduce(self._in_place, array) for array in self.arrays])
+        self._waitall([self._comm.Iallreduce(self._in_place, array) for array in self._arrays])
 
 
-class PliantReducer(Reducer):
-    """This package's engine, on tensors that live in its shared memory."""
+class PliantReducer(TensorReducer):
+    """This package's engine: on tensors in its shared memory, or on those of a GPU, which it copies to the host and back."""
 
-    def __init__(self, sizes: Sequence[int], engine: Any) -> None:
-        import torch
-
+    def __init__(self, tensors: Sequence[Any], engine: Any) -> None:
         self._engine = engine
-        self._tensors = {f"gradient.{index}": engine.empty((size,), torch.float32) for index, size in enumerate(sizes)}
-        super().__init__([tensor.numpy() for tensor in self._tensors.values()])
+        self._named = [(f"gradient.{index}", tensor) for index, tensor in enumerate(tensors)]
+        super().__init__(tensors)
 
     def barrier(self) -> None:
+        self.synchronize()
         self._engine.barrier("bench")
 
     def reduce_all(self) -> None:
-        handles = [self._engine.all_reduce(name, tensor, op="sum") for name, tensor in self._tensors.items()]
+        handles = [self._engine.all_reduce(name, tensor, op="sum") for name, tensor in self._named]
         for handle in handles:
             handle.wait(timeout_s=SUM_TIMEOUT_S)
+        self.synchronize()
 
     def sent_bytes(self) -> int | None:
         return int(sum(self._engine.counters().egress_bytes.values()))
+
+
+class GroupReducer(PliantReducer):
+    """This package's sums on a process group of torch: NCCL between GPUs, else gloo."""
+
+    def __init__(self, tensors: Sequence[Any], engine: Any) -> None:
+        from pliant.comm.process_group import GroupOffer, SumGroup
+
+        super().__init__(tensors, engine)
+        self._sums = list(tensors)
+        self._blocks = (1,) * engine.size
+        self._sent = 0
+        device = tensors[0].device
+        self._group = SumGroup(engine, device, GroupOffer.of(device) if self.is_cuda else GroupOffer("gloo"))
+        self._group.start()
+        deadline_s = time.monotonic() + START_S
+        while not self._group.is_ready:
+            if self._group.reason or time.monotonic() > deadline_s:
+                raise CommError(f"no process group: {self._group.reason or 'it takes too long'}")
+            time.sleep(0.01)
+
+    def read(self, index: int) -> Values:
+        return cast(Values, self._sums[index].cpu().numpy())
+
+    def reduce_all(self) -> None:
+        from pliant.comm.group_sum import plan_of
+
+        handles = [self._group.sum(name, [tensor], self._blocks, "tree") for name, tensor in self._named]
+        self._sums = [handle.wait(timeout_s=SUM_TIMEOUT_S) for handle in handles]
+        for size in self.sizes:
+            self._sent += plan_of("tree", self._blocks, size, ITEM_BYTES).sent_bytes(self._engine.rank)
+        self.synchronize()
+
+    def sent_bytes(self) -> int | None:
+        return self._sent
+
+    def close(self) -> None:
+        self._group.close()
+        self._group.join(10)
 
 
 def preload() -> None:
@@ -359,25 +462,41 @@ def preload() -> None:
 def opened(task: Mapping[str, object], rank: int) -> Iterator[Opened]:
     """Open the task's side; the program of `pliant_repro.worker`."""
     side, sizes, num_workers = cast(str, task["side"]), cast("list[int]", task["sizes"]), cast(int, task["num_workers"])
-    make: Callable[[list[int]], Reducer]
     with contextlib.ExitStack() as stack:
         if side in (OPENMPI, YIELDING):
-            make = MpiReducer
+            reducer: Reducer = MpiReducer(sizes)
         else:
-            import torch
-
-            torch.set_num_threads(1)
-            if side in (OURS, FUSED):
-                from pliant.elastic.member import Session
-
-                engine = stack.enter_context(Session.join()).engine
-                make = lambda sizes: PliantReducer(sizes, engine)  # noqa: E731
-            else:
-                stack.enter_context(join_group(f"file://{task['store']}", rank, num_workers, SUM_TIMEOUT_S))
-                make = MemoryCopy if side == COPY else GlooReducer
-        reducer = make(sizes)
+            reducer = _open_reducer(side, sizes, task, rank, stack)
         reducer.barrier()
         yield {}, lambda command: carry_out(reducer, rank, num_workers, command)
+
+
+def _open_reducer(
+    side: str, sizes: Sequence[int], task: Mapping[str, object], rank: int, stack: contextlib.ExitStack
+) -> Reducer:
+    """Open a side that works on tensors of torch, until the stack is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    on_gpu = task["device"] == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if side in (OURS, FUSED, "group", "host"):
+        from pliant.elastic.member import Session
+
+        engine = stack.enter_context(Session.join()).engine
+        if side == "host" or (side in (OURS, FUSED) and not on_gpu):
+            make = engine.empty if not on_gpu else partial(torch.empty, device=device)
+            return PliantReducer([make((size,), dtype=torch.float32) for size in sizes], engine)
+        ours = GroupReducer([torch.empty(size, device=device) for size in sizes], engine)
+        stack.callback(ours.close)
+        return ours
+    backend = "nccl" if side == "nccl" else "gloo"
+    num_workers = cast(int, task["num_workers"])
+    stack.enter_context(join_group(f"file://{task['store']}", rank, num_workers, SUM_TIMEOUT_S, backend))
+    tensors = [torch.empty(size, device=device) for size in sizes]
+    return MemoryCopy(tensors) if side == COPY else TorchReducer(tensors)
 
 
 def carry_out(side: Reducer, rank: int, num_workers: int, command: Command) -> dict[str, object]:
@@ -408,11 +527,13 @@ def contribution(rank: int) -> int:
 
 def count_wrong(side: Reducer, rank: int, num_workers: int) -> int:
     """Reduce a known pattern once, and return how many elements differ from its sum on this rank."""
-    for index, array in enumerate(side.arrays):
-        array[...] = pattern(index, len(array), contribution(rank))
+    for index, size in enumerate(side.sizes):
+        side.write(index, pattern(index, size, contribution(rank)))
     side.barrier()
     side.reduce_all()
     total = sum(contribution(each) for each in range(num_workers))
-    wrong = sum(np.count_nonzero(array != pattern(index, len(array), total)) for index, array in enumerate(side.arrays))
+    wrong = sum(
+        np.count_nonzero(side.read(index) != pattern(index, size, total)) for index, size in enumerate(side.sizes)
+    )
     side.clear()
     return int(wrong)

@@ -84,7 +84,11 @@ def allreduce(
     strategy: Annotated[
         str, typer.Option("-strategy", "--strategy", help="A topology's name.", autocompletion=completion.strategies)
     ] = "AUTO",
-    peers: Annotated[str, typer.Option("--peers", help="gloo,openmpi or none.")] = "gloo,openmpi",
+    device: Annotated[str, _choice("--device", "cpu, or cuda with a GPU for each worker.", "cpu", "cuda")] = "cpu",
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", help="gloo,openmpi,group; with cuda nccl,host; or none.", show_default="gloo,openmpi"),
+    ] = None,
     lab: Annotated[str | None, typer.Option("--lab", metavar="hosts=4,rate=1gbit", help="Between hosts.")] = None,
     repeat: Repeat = 10,
     iterations: Annotated[int, typer.Option("--iterations", help="All-reduces of the whole model in a turn.")] = 3,
@@ -100,12 +104,13 @@ def allreduce(
         model=model,
         fuse=fuse,
         strategy=strategy.upper(),
-        peers=bench.parse_peers(peers),
+        device=device,
+        peers=bench.parse_peers(peers, device),
         lab=place,
         rules=Rules(rounds=repeat, iterations=iterations),
     )
     args = {
-        "np": options.num_workers, "model": model, "fuse": fuse, "strategy": options.strategy,
+        "np": options.num_workers, "model": model, "fuse": fuse, "strategy": options.strategy, "device": device,
         "peers": list(options.peers), "lab": lab, "repeat": repeat, "iterations": iterations,
     }  # fmt: skip
     _measure(bench.run, options, args, tables.show_allreduce, json_file)

@@ -55,12 +55,13 @@ def show_allreduce(result: Json) -> None:
         return milliseconds(values["median_s"]), spread, milliseconds(values.get("cpu_s"))
 
     args, bound = cast(Cell, result["args"]), cast(Cell, result["bound"])
-    where = f"lab {args['lab']}" if args["lab"] else "one host"
+    where = f"lab {args['lab']}" if args["lab"] else "one host, a GPU each" if args.get("device") == "cuda" else "one host"
     title = (
         f"all-reduce {args['model']}: {result['num_tensors']} tensors, {cast(int, result['num_bytes']) / 1e6:.1f} MB, "
         f"{args['np']} workers, {where}"
     )
-    rows = [(f"ours, {result['strategy']}", *times(cast(Cell, result["ours"])), "")]
+    ours = "ours, on NCCL" if args.get("device") == "cuda" else f"ours, {result['strategy']}"
+    rows = [(ours, *times(cast(Cell, result["ours"])), "")]
     peers = {"ours, one fused tensor": result["fused"]} if "fused" in result else {}
     for name, peer in {**peers, **cast(Cell, result["peers"])}.items():
         rows.append((name, *times(cast(Cell, peer)), ratio(cast(Cell, peer)["speedup"], "x")))
