@@ -447,6 +447,8 @@ class Rules:
     """A turn that takes longer is a failure."""
     limit_s: float = math.inf
     """No round begins when the rounds have taken this long together; the first two rounds are always held."""
+    alternate: bool = False
+    """Whether every second round has the reverse order, so that no contender always follows the same one."""
 
 
 T = TypeVar("T", bound=Timings)
@@ -458,16 +460,19 @@ def interleave(
     take_turn: Callable[[str, T, int], None],
     progress: Progress = lambda what, fraction: None,
     limit_s: float = math.inf,
+    *,
+    alternate: bool = False,
 ) -> None:
     """Let all labels of `results` take turns; one whose turn raises LaunchError is out, and the others go on.
 
-    After `limit_s` no turn begins but the first three.
+    After `limit_s` no turn begins but the first three. With `alternate`, every second turn has the reverse order.
     """
     begun_s = time.monotonic()
     for turn in range(num_turns):
         if turn > 2 and time.monotonic() - begun_s > limit_s:
             break
-        for position, (label, timings) in enumerate(results.items()):
+        order = list(results.items())
+        for position, (label, timings) in enumerate(reversed(order) if alternate and turn % 2 else order):
             if timings.failure:
                 continue
             progress(label, (turn * len(results) + position) / (num_turns * len(results)))
@@ -484,17 +489,20 @@ def hold(
     *,
     checked: Collection[str] = (),
     count_link_bytes: Callable[[], int] | None = None,
+    iterations: Mapping[str, int] | None = None,
+    command: Mapping[str, object] | None = None,
     progress: Progress = lambda what, fraction: None,
 ) -> dict[str, Timings]:
     """Let the contenders compete, and return their measurements by name. Never raises for a contender's failure.
 
-    Contenders in `checked` first reduce a known pattern, and compare the sum.
+    Contenders in `checked` first reduce a known pattern, and compare the sum. `iterations` are those of a contender's turn
+    where they are not those of the rules. `command` has more fields for all commands.
     """
     jobs = {job.name: job for job in contenders}
 
     def take_turn(name: str, timings: Timings, turn: int) -> None:
-        def ask(do: str, iterations: int) -> list[Answer]:
-            return jobs[name].ask({"do": do, "iterations": iterations}, rules.timeout_s)
+        def ask(do: str, count: int) -> list[Answer]:
+            return jobs[name].ask({"do": do, "iterations": count, **(command or {})}, rules.timeout_s)
 
         if turn == 0:
             if name in checked:
@@ -502,16 +510,17 @@ def hold(
             ask("run", rules.warmup)
             return
         before = count_link_bytes() if count_link_bytes is not None else 0
-        answers = ask("run", rules.iterations)
+        count = (iterations or {}).get(name, rules.iterations)
+        answers = ask("run", count)
         if count_link_bytes is not None:
-            timings.link_bytes.append((count_link_bytes() - before) / rules.iterations)
+            timings.link_bytes.append((count_link_bytes() - before) / count)
         timings.rounds.append([max(times) for times in zip(*(floats(a["wall_s"]) for a in answers), strict=True)])
         timings.cpu_s.extend(sum(times) for times in zip(*(floats(a["cpu_s"]) for a in answers), strict=True))
         if all("egress_bytes" in answer for answer in answers):
-            timings.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / rules.iterations)
+            timings.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / count)
 
     results = {name: Timings() for name in jobs}
-    interleave(results, rules.rounds + 1, take_turn, progress, rules.limit_s)
+    interleave(results, rules.rounds + 1, take_turn, progress, rules.limit_s, alternate=rules.alternate)
     return results
 
 

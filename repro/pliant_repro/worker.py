@@ -108,6 +108,8 @@ def _prepare(setup: Command, rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(setup, rank)
     if setup.get("trace"):
         os.environ["PLIANT_TRACE"] = str(setup["trace"])
+    if setup.get("cores"):
+        os.sched_setaffinity(0, cast("Sequence[int]", setup["cores"]))
     if setup.get("pinned"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

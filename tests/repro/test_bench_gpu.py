@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from pliant_repro.bench import gpu, gpu_elastic, trace_summary, training
+from pliant_repro.bench import gpu, gpu_bits, gpu_elastic, gpu_plan, trace_summary, training
 from pliant_repro.bench.elastic import StepBegun
-from pliant_repro.bench.gpu import Clock, GpuOptions, Group, Part
+from pliant_repro.bench.gpu import Clock, DevicePool, GpuOptions, Part
+from pliant_repro.bench.gpu_bits import Group, Outcome
 from pliant_repro.bench.training_probes import digest_state, digest_tensors
 from pliant_repro.contest import Timings
 from pliant_repro.zoo import NETWORKS, ReadyBatches, build, compute_loss, make_optimizer, network
@@ -78,10 +81,12 @@ def test_a_digest_is_of_parameters_and_optimizer() -> None:
 
 
 def test_the_first_difference_is_named_and_a_missing_step_is_one() -> None:
-    assert gpu.first_difference(["a", "b"], ["a", "b"]) is None
-    assert gpu.first_difference(["a", "x"], ["a", "b"]) == 2
-    assert gpu.first_difference(["a"], ["a", "b"]) == 2
-    said = gpu.merge_ranks([{"states": ["a", "b"], "buffers": ["", ""]}, {"states": ["a", "x"], "buffers": ["", ""]}])
+    assert gpu_bits.first_difference(["a", "b"], ["a", "b"]) is None
+    assert gpu_bits.first_difference(["a", "x"], ["a", "b"]) == 2
+    assert gpu_bits.first_difference(["a"], ["a", "b"]) == 2
+    said = gpu_bits.merge_ranks(
+        [{"states": ["a", "b"], "buffers": ["", ""]}, {"states": ["a", "x"], "buffers": ["", ""]}]
+    )
     assert said == ([("a", ""), ("b", "")], "rank 1 differs from rank 0 after step 2")
 
 
@@ -89,28 +94,79 @@ def judged(part: Part) -> list[bool]:
     return [ok for ok, _ in part.verdicts]
 
 
+def outcomes_of(groups: list[Group], wrong: str = "") -> dict[Group, Outcome]:
+    """Digests of two steps for each group: those of its order, but others after step 2 where the name has `wrong`."""
+    found = {}
+    for group in groups:
+        last = "x" if group.tampered or (wrong and wrong in group.name) else "b"
+        digests = [(f"{group.order} a", ""), (f"{group.order} {last}", "")] if wrong != "missing" else []
+        found[group] = Outcome(digests, overlapped=6 if group.mode == "priority" else None)
+    return found
+
+
+CELL = {"part": "bits", "models": ("gpt2",), "modes": ("eager",)}
+
+
 @pytest.mark.parametrize(
-    ("wrong", "order", "expected"),
+    ("wrong", "expected"),
     [
-        ("", "ddp", [True, True, True]),
-        ("pliant_4_0", "ddp", [False, True, True]),
-        ("pliant_2_1", "ddp", [True, False, True]),
-        ("ddp_4_0", "", [True, True, False]),
-        ("ddp_4_0", "tree", [True, True]),
-        ("missing", "ddp", [False, False, False]),
+        # placements and second run in the order of the tree, placements and DDP in DDP's order, the orders, the flipped bit
+        ("", [True] * 6),
+        ("pliant_4_0_tree", [False, True, True, True, True, True]),
+        ("pliant_2_1_tree", [True, False, True, True, True, True]),
+        ("pliant_2_0_ddp", [True, True, False, True, True, True]),
+        ("ddp_4_0_ddp", [True, True, True, False, True, True]),
+        ("missing", [False, False, False, False, False]),
     ],
 )
-def test_all_placements_runs_and_ddp_are_to_be_equal(wrong: str, order: str, expected: list[bool]) -> None:
-    groups = [Group("gpt2", "eager", "ddp", 4)]
-    groups += [Group("gpt2", "eager", "pliant", count, number) for number in (0, 1) for count in (1, 2, 4)]
-    digests = {
-        group: [("a", ""), ("x" if wrong and group.name.endswith(wrong) else "b", "")]
-        for group in groups
-        if wrong != "missing"
-    }
+def test_all_placements_runs_and_ddp_are_to_be_equal(wrong: str, expected: list[bool]) -> None:
+    groups = gpu_bits.groups_of(GpuOptions(**CELL), ("tree", "ddp"))  # type: ignore[arg-type]
     part = Part()
-    gpu.judge_bits(part, groups, digests, order)
-    assert judged(part) == expected
+    gpu_bits.judge_bits(part, groups, outcomes_of(groups, wrong))
+    by_order = sorted(part.verdicts, key=lambda verdict: "control" in verdict[1])
+    tree = [ok for ok, text in by_order if "order tree" in text]
+    ddp = [ok for ok, text in by_order if "order ddp" in text]
+    assert [*tree, *ddp, *[ok for ok, text in by_order if "control" in text]] == expected
+    json.dumps(part.cells)
+
+
+def test_a_control_that_does_not_differ_is_a_failure() -> None:
+    groups = gpu_bits.groups_of(GpuOptions(**CELL), ("tree", "ddp"))  # type: ignore[arg-type]
+    same = {group: Outcome([("a", ""), ("b", "")]) for group in groups}
+    part = Part()
+    gpu_bits.judge_bits(part, groups, same)
+    assert [ok for ok, text in part.verdicts if "control" in text] == [False, False]
+
+
+def test_bits_have_cells_for_a_scaler_and_for_priorities() -> None:
+    options = GpuOptions(part="bits")
+    groups = gpu_bits.groups_of(options, ("tree", "ddp"))
+    assert [(g.side, g.num_workers, g.order) for g in groups if g.mode == "fp16"] == [
+        ("ddp", 4, "ddp"), ("pliant", 1, "ddp"), ("pliant", 2, "ddp"), ("pliant", 4, "ddp"),
+    ]  # fmt: skip
+    priority = [group for group in groups if group.mode == "priority"]
+    assert [group.num_workers for group in priority if group.side == "pliant"] == [2, 4]
+    assert gpu_bits.group_task(priority[1], options).join["sync"] == "priority"
+    assert gpu_bits.group_task(next(g for g in groups if g.mode == "fp16"), options).scaler
+    part = Part()
+    outcomes = outcomes_of(priority)
+    outcomes[priority[-1]].overlapped = 1
+    gpu_bits.judge_bits(part, priority, outcomes)
+    assert [ok for ok, text in part.verdicts if "under way" in text] == [True, False]
+
+
+@pytest.mark.parametrize("side", ["plain", "pliant"])
+def test_a_scaler_and_a_flipped_bit_are_in_the_digests(side: str) -> None:
+    options = GpuOptions(part="bits", device="cpu", tiny=True)
+    threads = torch.get_num_threads()
+    found = {}
+    for mode, tamper in (("eager", 0), ("eager", 2), ("fp16", 0)):
+        task = options.task("lstm", mode, side, seed=5, tamper=tamper)
+        with training.opened(task.to_json(), 0) as (_, carry_out):
+            found[mode, tamper] = carry_out({"do": "digests", "iterations": 2})["states"]
+    torch.set_num_threads(threads)
+    assert gpu_bits.first_difference(found["eager", 2], found["eager", 0]) == 2  # type: ignore[arg-type]
+    assert gpu_bits.first_difference(found["fp16", 0], found["eager", 0]) == 1  # type: ignore[arg-type]
 
 
 # Time and memory
@@ -130,7 +186,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 @pytest.mark.parametrize(("one", "several", "expected"), [(1.02, 4.12, [True, True]), (1.03, 4.13, [False, False])])
 def test_a_step_has_its_limits(one: float, several: float, expected: list[bool]) -> None:
     results = {
-        "plain": timings(1.0), "plain_free": timings(0.7), "pliant": timings(one),
+        "plain": timings(1.0), "plain_free": timings(0.7), "pliant": timings(one), "plain_again": timings(1.01),
         "plain_x4": timings(4.0), "pliant_x4": timings(several),
     }  # fmt: skip
     part = Part()
@@ -149,9 +205,51 @@ def test_memory_may_grow_with_the_logarithm_of_the_replicas() -> None:
     assert judged(part) == [True, True, False, False, False]  # one set too many, and two that were not measured
 
 
-def test_batches_fit_into_the_device() -> None:
-    assert gpu.in_batches("abcd", [30e9] * 4, [2, 2, 1, 4], 120e9) == [["a", "b"], ["c"], ["d"]]
-    assert gpu.in_batches("ab", [0.0, 0.0], [15, 10]) == [["a"], ["b"]]
+def test_a_pool_lends_what_it_has_in_the_order_of_requests() -> None:
+    pool = DevicePool(most_bytes=100.0, most_processes=4)
+    with pool.lend(30.0, 3, 0.0) as first:
+        assert first
+        with pool.lend(20.0, 1, 0.01) as too_much, pool.lend(5.0, 2, 0.01) as too_many, pool.lend(5.0, 1, 0.01) as fits:
+            assert (too_much, too_many, fits) == (False, False, True)
+    served: list[str] = []
+    with ThreadPoolExecutor(2) as threads, pool.lend(10.0, 4, 0.0):
+
+        def ask(name: str, count: int) -> None:
+            with pool.lend(1.0, count, 10.0) as got:
+                assert got
+                served.append(name)
+
+        threads.submit(ask, "large", 4)
+        while not pool._waiting:
+            pass
+        threads.submit(ask, "small", 1)
+    assert served == ["large", "small"]
+    with pool.lend(1000.0, 9, 0.0) as got:
+        assert got, "what needs more than there is gets all of it, and may fail by itself"
+
+
+def test_a_plan_shares_out_the_time_and_gives_on_what_is_left() -> None:
+    phases = gpu_plan.phases_of(("changes", "step", "bits"))
+    assert [phase.parts for phase in phases] == [("step",), ("bits", "changes")]
+    assert gpu_plan.limit_of(phases, 720.0) == pytest.approx(720 * 220 / 720)
+    assert gpu_plan.limit_of(phases[1:], 600.0) == 600.0
+    with pytest.raises(ConfigError, match="use some of step,packed,live,memory,bits,changes"):
+        gpu_plan.phases_of(("steps",))
+
+
+def test_contenders_that_take_turns_share_cores_if_there_are_enough() -> None:
+    assert gpu.cores_of_contenders(range(16)) == [12, 13, 14, 15]
+    assert gpu.cores_of_contenders(range(4)) == []
+
+
+def test_contenders_with_other_settings_are_named() -> None:
+    part = Part()
+    strict = {"deterministic": "strict", "fill_uninitialized_memory": "False"}
+    gpu.judge_settings(part, "gpt2 eager", {"plain": strict, "pliant": dict(strict), "plain_free": {}})
+    gpu.judge_settings(part, "gpt2 eager", {"plain": strict, "pliant": {**strict, "fill_uninitialized_memory": "True"}})
+    gpu.judge_settings(part, "gpt2 eager", {})
+    assert judged(part) == [True, False, False]
+    assert "pliant has fill_uninitialized_memory=True where plain has False" in part.verdicts[1][1]
 
 
 def test_a_clock_shares_what_is_left() -> None:
@@ -178,10 +276,22 @@ def test_digests_of_a_changing_job_are_compared_by_step() -> None:
     good = [begin(0, ""), begin(1, "a", buffers="p"), begin(2, "b", rank=1, buffers="other")]
     assert gpu_elastic.compare_digests(good, expected) == (2, [])
     bad = [begin(1, "b", buffers="p"), begin(2, "b", buffers="p")]
-    assert gpu_elastic.compare_digests(bad, expected)[1] == [
+    assert [each.text for each in gpu_elastic.compare_digests(bad, expected)[1]] == [
         "state after step 1 on rank 0 of 2",
         "buffers after step 2 on rank 0 of 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"), [([("a", ""), ("x", "")], [True, True]), ([("a", ""), ("b", "")], [True, False])]
+)
+def test_changes_have_a_control_that_must_differ(control: list[tuple[str, str]], expected: list[bool]) -> None:
+    values = {"worker": "h:1", "rank": 0, "size": 2, "own": 1, "at_s": 1.0, "ended_s": 0.9, "pid": 1}
+    reports = [StepBegun(step=step, digest=digest, **values) for step, digest in ((1, "a"), (2, "b"))]  # type: ignore[arg-type]
+    part = Part()
+    compared = gpu_elastic.Compared(reports, [("a", ""), ("b", "")], control)
+    gpu_elastic.judge_changes(part, "lstm", "eager", compared)
+    assert judged(part) == expected
 
 
 # Profiles
@@ -222,6 +332,7 @@ def test_a_worker_tells_its_digests_memory_and_profile() -> None:
         task = options.task("resnet50", "eager", replicas=count, seed=5)
         with training.opened(task.to_json(), 0) as (first, carry_out):
             assert first["device"] == {"name": "cpu", "torch": torch.__version__}
+            assert {"fill_uninitialized_memory", "deterministic", "threads"} <= set(first["settings"])  # type: ignore[call-overload]
             answers[count] = carry_out({"do": "digests", "iterations": 2})
             peak = carry_out({"do": "memory", "iterations": 1})
             profile = carry_out({"do": "profile", "iterations": 1})
@@ -234,24 +345,18 @@ def test_a_worker_tells_its_digests_memory_and_profile() -> None:
 
 
 @pytest.mark.processes
-def test_a_part_runs_from_a_folder_on_the_path() -> None:
+def test_a_plan_runs_its_parts_and_leaves_their_results(tmp_path: Path) -> None:
     argv = [
-        sys.executable,
-        "-m",
-        "pliant_repro",
-        "bench",
-        "gpu",
-        "bits",
-        "--device",
-        "cpu",
-        "--tiny",
-        "--models",
-        "lstm",
-    ]
-    argv += ["--modes", "eager", "--steps", "2", "--replicas", "1", "--json", "-"]
+        sys.executable, "-m", "pliant_repro", "bench", "gpu", "all", "--parts", "bits", "--device", "cpu", "--tiny",
+        "--models", "lstm", "--modes", "eager", "--steps", "2", "--replicas", "1", "--limit", "60",
+        "--out", str(tmp_path), "--json", "-",
+    ]  # fmt: skip
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
-    result = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert [verdict["ok"] for verdict in result["verdicts"]] == [True] * 3
-    assert result["command"].startswith("pliant bench gpu bits")
-    assert result["device"]["name"] == "cpu"
+    summary = json.loads(done.stdout)
+    bits = json.loads((tmp_path / "gpu_bits.json").read_text())
+    assert bits["ok"], bits["verdicts"]
+    assert summary["ok"]
+    assert [(row[0], *row[2:]) for row in summary["table"]["rows"]] == [("bits", str(len(bits["verdicts"])), "0")]
+    assert "a bit flipped after step 2 shows from step 2 on" in bits["verdicts"][-1]["text"]
+    assert bits["command"].startswith("pliant bench gpu all")
+    assert bits["device"]["name"] == "cpu"

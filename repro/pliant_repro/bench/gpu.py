@@ -7,9 +7,11 @@
     live      the longest gap between two commits around a shrink, a grow and a kill -9
     packed    2 and 4 processes on the device, beside DDP on gloo and, with its folder, version 0.1
     profile   where a step's time goes: kernels, what the device waits for, and the host's functions
+    all       all parts but the last one, within a time limit (`bench.gpu_plan`)
 
 All contenders of a part are interleaved in one run, with the same deterministic kernels pinned. A part ends by itself: when its
-time is nearly over, it holds no further rounds. `bench.gpu_elastic` has the parts whose workers come and go.
+time is nearly over, it holds no further rounds. `bench.gpu_bits` and `bench.gpu_elastic` have the parts that compare bits, and
+those whose workers come and go.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +48,8 @@ from pliant_repro.contest import (
 )
 
 NETWORKS = ("gpt2", "resnet50", "lstm", "vit", "lstm-dropout")
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "fp16", "priority")
+"""How a network is trained. `bits` also has fp16, which is float16 with a GradScaler, and priority, which is sync="priority"."""
 DEFAULT_MODELS = {
     "step": ("gpt2", "resnet50"), "memory": ("gpt2",), "bits": ("gpt2", "resnet50", "lstm", "vit"),
     "changes": ("gpt2", "resnet50", "lstm", "vit"), "live": ("gpt2",), "packed": ("gpt2", "resnet50"),
@@ -53,22 +57,31 @@ DEFAULT_MODELS = {
 }  # fmt: skip
 """The parts, and the networks that each trains by default."""
 DEFAULT_MODES = {"memory": ("eager",), "profile": ("eager",), "packed": ("eager",)}
-"""Modes of the parts that do not take both by default."""
+"""Modes of the parts that do not take both eager and compiled by default."""
+MORE_CELLS = {"bits": (("resnet50", "fp16"), ("resnet50", "priority"))}
+"""Cells that a part has by default, besides all networks with all modes."""
+DEFAULT_REPEAT = {"step": 40, "packed": 12, "live": 3}
+"""Rounds, or changes of each kind, where time allows so many."""
+DEFAULT_STEPS = {"step": 4, "packed": 3, "bits": 5}
+"""Steps of a turn, or steps that are compared."""
 STEP_LIMITS = {"one": 1.02, "several": 1.03}
 """Most time of a step: of N = 1 over plain PyTorch, and of several replicas over bare accumulation."""
 REPLICA_COUNTS = (1, 2, 4, 8, 16)
 SLACK_BYTES = 32 << 20
 """Peak memory may be above its limit by this much: the allocator rounds, and the order of frees varies."""
 SEED = 1234
+ALONE_CORES = 4
+"""Cores on which the contenders of `step` take their turns, all on the same ones, if there are at least twice as many."""
 START_S, TURN_S = 240.0, 300.0
 EXTRA_S = 20.0
 """How long a part may go on when its time is over."""
-DEVICE_BYTES = 120e9
-"""Device memory that the processes of one batch may need together."""
+DEVICE_BYTES = 125e9
+"""Device memory that processes may need together."""
 NEEDED_BYTES = {"gpt2": 15e9, "resnet50": 8e9, "vit": 6e9}
 """Device memory of one process that trains the network; others need OTHER_BYTES."""
 OTHER_BYTES = 4e9
-MAX_PROCESSES = 20
+MAX_PROCESSES = 24
+"""Processes that the host can run at the same time."""
 PROFILED_STEPS = 4
 
 
@@ -90,14 +103,14 @@ class GpuOptions:
     replicas: int = 4
     batch: int = 0
     size: int = 0
-    repeat: int = 12
-    """Rounds; in `live`, changes of each kind."""
-    steps: int = 8
-    """Steps of a turn; in `bits`, steps that are compared."""
+    repeat: int = 0
+    """Rounds; in `live`, changes of each kind. 0 means the part's own choice."""
+    steps: int = 0
+    """Steps of a turn; in `bits`, steps that are compared. 0 means the part's own choice."""
     limit_s: float = 420.0
     """Time in which the part is to end."""
     order: str = ""
-    """Order of the sums, as an argument of `pliant.join`; empty means its default, and in `bits` that of DDP."""
+    """Order of the sums, as an argument of `pliant.join`; empty means its default, and in `bits` both."""
     gradients: str = ""
     """Where gradients are kept, as an argument of `pliant.join`; empty means its default."""
     sync: str = ""
@@ -118,7 +131,7 @@ class GpuOptions:
             check_choice("--modes", mode, MODES)
         check_least(
             ("--replicas", self.replicas, 1), ("--batch", self.batch, 0), ("--size", self.size, 0),
-            ("--repeat", self.repeat, 1), ("--steps", self.steps, 1), ("--limit", self.limit_s, 1),
+            ("--repeat", self.repeat, 0), ("--steps", self.steps, 0), ("--limit", self.limit_s, 1),
         )  # fmt: skip
         if self.old is not None and not (self.old / "pliant" / "__init__.py").exists():
             raise ConfigError(f"--old {self.old}: there is no pliant/ in it; give a checkout of version 0.1")
@@ -127,8 +140,17 @@ class GpuOptions:
     def cells(self) -> list[tuple[str, str]]:
         """Every network with every mode, the eager ones first."""
         models = self.models or DEFAULT_MODELS[self.part]
-        modes = self.modes or DEFAULT_MODES.get(self.part, MODES)
-        return [(model, mode) for mode in modes for model in models]
+        modes = self.modes or DEFAULT_MODES.get(self.part, ("eager", "compiled"))
+        more = MORE_CELLS.get(self.part, ()) if not self.models and not self.modes else ()
+        return [*((model, mode) for mode in modes for model in models), *more]
+
+    @property
+    def num_rounds(self) -> int:
+        return self.repeat or DEFAULT_REPEAT.get(self.part, 1)
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps or DEFAULT_STEPS.get(self.part, 4)
 
     def task(self, model: str, mode: str, side: str = "pliant", **more: Any) -> TrainingTask:
         """Return what a contender trains: the network with bfloat16 autocast and the kernels pinned that we pin."""
@@ -141,7 +163,8 @@ class GpuOptions:
         return TrainingTask(**{
             "side": side, "num_workers": 1, "replicas": 1, "model": name, "optimizer": chosen.optimizer,
             "batch": self.batch or chosen.batch, "size": self.size or chosen.size, "device": self.device,
-            "autocast": self.autocast, "compiled": mode == "compiled", "strict": True, "lead": 2, "join": join, **more,
+            "autocast": self.autocast, "compiled": mode == "compiled", "scaler": mode == "fp16", "strict": True,
+            "lead": 2, "join": join, **more,
         })  # fmt: skip
 
 
@@ -163,7 +186,7 @@ class Part:
 class Clock:
     """The time that a part has, shared out among its cells."""
 
-    def __init__(self, limit_s: float, num_cells: int) -> None:
+    def __init__(self, limit_s: float, num_cells: int = 1) -> None:
         self._end_s, self._cells_left = time.monotonic() + limit_s, num_cells
 
     def next_cell(self) -> float:
@@ -182,17 +205,63 @@ class Clock:
         return max(5.0, min(timeout_s, self.left_s + EXTRA_S))
 
 
-def run(options: GpuOptions, args: Mapping[str, object], progress: Progress) -> Json:
-    """Run one part, and return the result in the one form."""
-    from pliant_repro.bench import gpu_elastic
+class DevicePool:
+    """Device memory, and processes of the host, for all that runs at the same time.
 
-    parts: dict[str, Callable[[GpuOptions, Progress], Part]] = {
-        "step": run_step, "memory": run_memory, "bits": run_bits, "packed": run_packed, "profile": run_profile,
-        "changes": gpu_elastic.run_changes, "live": gpu_elastic.run_live,
-    }  # fmt: skip
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # each of many processes would start one per core
+    Who asks first is served first: a group that needs much would wait for ever if smaller ones could overtake it.
+    """
+
+    def __init__(self, most_bytes: float = DEVICE_BYTES, most_processes: int = MAX_PROCESSES) -> None:
+        self._free_bytes, self._free_processes = most_bytes, most_processes
+        self._most_bytes, self._most_processes = most_bytes, most_processes
+        self._changed = threading.Condition()
+        self._waiting: list[object] = []
+
+    @contextlib.contextmanager
+    def lend(self, num_bytes: float, num_processes: int, timeout_s: float) -> Iterator[bool]:
+        """Wait until so much is free, and hold it; `num_bytes` is that of one process. Gives false if time was over."""
+        needed = min(num_bytes * num_processes, self._most_bytes), min(num_processes, self._most_processes)
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+
+            def is_next() -> bool:
+                fits = needed[0] <= self._free_bytes and needed[1] <= self._free_processes
+                return self._waiting[0] is ticket and fits
+
+            got = self._changed.wait_for(is_next, max(0.0, timeout_s))
+            self._waiting.remove(ticket)
+            if got:
+                self._free_bytes -= needed[0]
+                self._free_processes -= needed[1]
+            self._changed.notify_all()
+        try:
+            yield got
+        finally:
+            if got:
+                with self._changed:
+                    self._free_bytes += needed[0]
+                    self._free_processes += needed[1]
+                    self._changed.notify_all()
+
+
+def run(options: GpuOptions, args: Mapping[str, object], progress: Progress, pool: DevicePool | None = None) -> Json:
+    """Run one part, and return the result in the one form. `pool` is what it shares with parts that run at the same time."""
+    from pliant_repro.bench import gpu_bits, gpu_elastic
+
+    pool = pool or DevicePool()
+    parts: dict[str, Callable[[], Part]] = {
+        "step": lambda: run_step(options, progress),
+        "packed": lambda: run_packed(options, progress),
+        "profile": lambda: run_profile(options, progress),
+        "live": lambda: gpu_elastic.run_live(options, progress),
+        "memory": lambda: run_memory(options, progress, pool),
+        "bits": lambda: gpu_bits.run_bits(options, progress, pool),
+        "changes": lambda: gpu_elastic.run_changes(options, progress, pool),
+    }
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # each of many processes would start one per core
     begun_s = time.monotonic()
-    found = parts[options.part](options, progress)
+    found = parts[options.part]()
     ok = bool(found.verdicts) and all(holds for holds, _ in found.verdicts)
     return contest.form(
         "gpu",
@@ -213,17 +282,26 @@ def run(options: GpuOptions, args: Mapping[str, object], progress: Progress) -> 
 
 @contextlib.contextmanager
 def started(
-    tasks: Mapping[str, TrainingTask], progress: Progress, clock: Clock, old: Path | None = None
+    tasks: Mapping[str, TrainingTask],
+    progress: Progress,
+    clock: Clock,
+    old: Path | None = None,
+    cores: Sequence[int] = (),
 ) -> Iterator[dict[str, Contender]]:
-    """Start a contender for each task, and give those that started by their names. All are gone afterwards."""
+    """Start a contender for each task, and give all by their names. All are gone afterwards.
+
+    `cores` are those that all of them run on; none means any.
+    """
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
-        found = {name: cleanup.enter_context(_contender(name, task, folder, old)) for name, task in tasks.items()}
+        found = {
+            name: cleanup.enter_context(_contender(name, task, folder, old, cores)) for name, task in tasks.items()
+        }
         contest.start_all(found.values(), clock.bound(START_S), progress)
         yield found
 
 
-def _contender(name: str, task: TrainingTask, folder: Path, old: Path | None) -> Contender:
+def _contender(name: str, task: TrainingTask, folder: Path, old: Path | None, cores: Sequence[int]) -> Contender:
     placement = Placement(num_workers=task.num_workers, folder=folder)
     if task.side == "version01":
         assert old is not None, "it was given"
@@ -231,7 +309,13 @@ def _contender(name: str, task: TrainingTask, folder: Path, old: Path | None) ->
         return placement.contender(name, version01.PROGRAM, task.to_json(), launcher=starter)
     task = replace(task, rendezvous=f"file://{folder / name}.store")
     strategy = "AUTO" if task.side == "pliant" and task.num_workers > 1 else ""
-    return placement.contender(name, PROGRAM, task.to_json(), strategy=strategy)
+    return placement.contender(name, PROGRAM, task.to_json(), strategy=strategy, cores=list(cores))
+
+
+def cores_of_contenders(available: Iterable[int]) -> list[int]:
+    """Return the cores on which contenders that take turns run, all on the same ones; none if there are too few to choose."""
+    cores = sorted(available)
+    return cores[-ALONE_CORES:] if len(cores) >= 2 * ALONE_CORES else []
 
 
 def ask_all(
@@ -250,12 +334,22 @@ def ask_all(
     return {each.name: answer for each, answer in zip(contenders, answers, strict=True) if answer is not None}
 
 
-def _device(contenders: Mapping[str, Contender]) -> Mapping[str, object]:
+def device_of(contenders: Mapping[str, Contender]) -> Mapping[str, object]:
+    """Return what the contenders know about their device."""
     for each in contenders.values():
         for answer in each.ready_answers:
             if "device" in answer:
                 return cast("Mapping[str, object]", answer["device"])
     return {}
+
+
+def settings_of(contenders: Mapping[str, Contender]) -> dict[str, Mapping[str, str]]:
+    """Return the settings of torch that choose kernels, of each contender that has told them."""
+    return {
+        name: cast("Mapping[str, str]", each.ready_answers[0]["settings"])
+        for name, each in contenders.items()
+        if each.ready_answers and "settings" in each.ready_answers[0]
+    }
 
 
 def time_over(ours: Timings, other: Timings) -> Json:
@@ -301,33 +395,50 @@ def is_within(values: Json, most: float) -> bool:
 
 
 def run_step(options: GpuOptions, progress: Progress) -> Part:
-    """Measure the time of a step on one worker."""
+    """Measure the time of a step on one worker.
+
+    Rounds are short, so that many of them are held: what disturbs the host lasts longer than a round, and hits both sides of
+    a ratio. Every second round has the reverse order. All contenders run on the same cores; those that wait for their turn
+    are blocked, and keep their memory. `plain_again` is plain PyTorch once more: its ratio is the noise of the others.
+    """
     several = options.replicas
     found = Part(columns=("network", "side", "ms (p10-p90)", "over plain", "limit"))
     clock = Clock(options.limit_s, len(options.cells))
+    cores = cores_of_contenders(os.sched_getaffinity(0))
     for model, mode in options.cells:
         end_s = clock.next_cell()
         tasks = {
+            "plain_free": options.task(model, mode, "plain", strict=False),
             "plain": options.task(model, mode, "plain"),
             "pliant": options.task(model, mode),
-            "plain_free": options.task(model, mode, "plain", strict=False),
-            f"plain_x{several}": options.task(model, mode, "plain", replicas=several),
-            f"pliant_x{several}": options.task(model, mode, replicas=several),
+            "plain_again": options.task(model, mode, "plain"),
+            f"plain_x{several}": options.task(model, mode, "plain", replicas=several, lead=1),
+            f"pliant_x{several}": options.task(model, mode, replicas=several, lead=1),
         }
-        with started(tasks, progress, clock) as contenders:
-            found.device = found.device or _device(contenders)
-            ask_all([*contenders.values()], {"do": "run", "iterations": 2}, clock)  # compiles all at the same time
-            limit_s = max(1.0, end_s - time.monotonic() - 5)
-            rules = Rules(
-                rounds=options.repeat,
-                iterations=options.steps,
-                warmup=1,
-                timeout_s=clock.bound(TURN_S),
-                limit_s=limit_s,
-            )
-            results = contest.hold(contenders.values(), rules, progress=_named(progress, f"{model} {mode}"))
+        with started(tasks, progress, clock, cores=cores) as contenders:
+            found.device = found.device or device_of(contenders)
+            command = {"keep_memory": process_bytes(model, options) * len(tasks) <= DEVICE_BYTES}
+            ask_all([*contenders.values()], {"do": "run", "iterations": 2, **command}, clock)  # compiles all at once
+            steps = {name: max(2, options.num_steps // task.replicas) for name, task in tasks.items()}
+            rules = replace(_rules(options, clock, end_s), alternate=True)
+            progress_of = _named(progress, f"{model} {mode}")
+            results = contest.hold(contenders.values(), rules, iterations=steps, command=command, progress=progress_of)
+            settings = settings_of(contenders)
         judge_step(found, model, mode, several, results)
+        judge_settings(found, f"{model} {mode}", settings)
+        found.cells[-1] |= {"cores": cores, "steps_of_a_turn": steps, "settings": settings}
     return found
+
+
+def _rules(options: GpuOptions, clock: Clock, end_s: float) -> Rules:
+    """Return the rules of a cell that is to end at `end_s`."""
+    return Rules(
+        rounds=options.num_rounds,
+        iterations=options.num_steps,
+        warmup=1,
+        timeout_s=clock.bound(TURN_S),
+        limit_s=max(1.0, end_s - time.monotonic() - 5),
+    )
 
 
 def judge_step(found: Part, model: str, mode: str, several: int, results: Mapping[str, Timings]) -> None:
@@ -335,9 +446,11 @@ def judge_step(found: Part, model: str, mode: str, several: int, results: Mappin
     one = time_over(results["pliant"], results["plain"])
     many = time_over(results[f"pliant_x{several}"], results[f"plain_x{several}"])
     price = time_over(results["plain"], results["plain_free"])
+    noise = time_over(results["plain_again"], results["plain"])
     for side, values, most in (
         ("plain_free", None, ""),
         ("plain", price, "(over free)"),
+        ("plain_again", noise, "(the noise)"),
         ("pliant", one, f"{STEP_LIMITS['one']}"),
         (f"plain_x{several}", None, ""),
         (f"pliant_x{several}", many, f"{STEP_LIMITS['several']}"),
@@ -347,7 +460,7 @@ def judge_step(found: Part, model: str, mode: str, several: int, results: Mappin
     found.cells.append(
         {
             "model": model, "mode": mode, "replicas": several, "sides": _numbers(results),
-            "one": one, "several": many, "price_of_determinism": price,
+            "one": one, "several": many, "price_of_determinism": price, "noise": noise,
         }
     )  # fmt: skip
     for name, values, limit in (
@@ -358,6 +471,20 @@ def judge_step(found: Part, model: str, mode: str, several: int, results: Mappin
     found.remarks += contest.failures(results)
 
 
+def judge_settings(found: Part, name: str, settings: Mapping[str, Mapping[str, str]]) -> None:
+    """Add the verdict on whether all contenders have the same kernels pinned; the free one is to differ."""
+    pinned = {side: values for side, values in settings.items() if side != "plain_free"}
+    expected = pinned.get("plain", {})
+    wrong = [
+        f"{side} has {key}={values.get(key)} where plain has {expected.get(key)}"
+        for side, values in pinned.items()
+        for key in sorted({*values, *expected})
+        if values.get(key) != expected.get(key)
+    ]
+    text = f"{name}: the same settings in {', '.join(pinned)}"
+    found.judge(bool(expected) and not wrong, text if not wrong else f"{name}: {'; '.join(wrong)}")
+
+
 def _named(progress: Progress, name: str) -> Progress:
     return lambda what, fraction: progress(f"{name}: {what}", fraction)
 
@@ -365,25 +492,31 @@ def _named(progress: Progress, name: str) -> Progress:
 # --- memory ---
 
 
-def run_memory(options: GpuOptions, progress: Progress) -> Part:
-    """Measure the peak memory of one worker with more and more replicas."""
+def run_memory(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
+    """Measure the peak memory of one worker with more and more replicas; each is a process of its own."""
     found = Part(columns=("network", "N", "bare MB", "ours MB", "limit MB", "gradients=host MB"))
     sides = ["plain", "pliant", *(["host"] if "gradients" in join_options() else [])]
-    clock = Clock(options.limit_s, len(options.cells))
-    for model, mode in options.cells:
-        peaks: dict[tuple[str, int], Json] = {}
-        wanted = [(side, count) for count in REPLICA_COUNTS for side in sides]
-        for batch in in_batches(wanted, [process_bytes(model, options)] * len(wanted), [1] * len(wanted)):
-            tasks = {f"{side}_{count}": _memory_task(options, model, mode, side, count) for side, count in batch}
-            with started(tasks, progress, clock) as contenders:
-                found.device = found.device or _device(contenders)
+    clock = Clock(options.limit_s)
+    wanted = [(*cell, side, count) for cell in options.cells for count in REPLICA_COUNTS for side in sides]
+
+    def measure(model: str, mode: str, side: str, count: int) -> tuple[Json | None, str]:
+        with pool.lend(process_bytes(model, options), 1, clock.left_s) as got:
+            if not got:
+                return None, f"{side}, N = {count}: no time was left"
+            task = _memory_task(options, model, mode, side, count)
+            with started({side: task}, lambda what, fraction: None, clock) as contenders:
+                found.device = found.device or device_of(contenders)
                 ask_all([*contenders.values()], {"do": "run", "iterations": 1}, clock)
                 answers = ask_all([*contenders.values()], {"do": "memory", "iterations": 3}, clock)
-                found.remarks += [each.failure for each in contenders.values() if each.failure]
-            for side, count in batch:
-                if (answer := answers.get(f"{side}_{count}")) is not None:
-                    peaks[side, count] = dict(answer[0])
+                return dict(answers[side][0]) if side in answers else None, contenders[side].failure
+
+    progress("memory", 0.0)
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        answers = dict(zip(wanted, threads.map(lambda item: measure(*item), wanted), strict=True))
+    for model, mode in options.cells:
+        peaks = {key[2:]: answer for key, (answer, _) in answers.items() if key[:2] == (model, mode) and answer}
         judge_memory(found, model, mode, peaks)
+    found.remarks += [failure for _, failure in answers.values() if failure]
     return found
 
 
@@ -438,172 +571,6 @@ def process_bytes(model: str, options: GpuOptions) -> float:
     return 0.0 if options.tiny else NEEDED_BYTES.get(model, OTHER_BYTES)
 
 
-def in_batches(
-    items: Sequence[Any], num_bytes: Sequence[float], num_processes: Sequence[int], most_bytes: float = DEVICE_BYTES
-) -> list[list[Any]]:
-    """Cut items into batches that fit into the device's memory together, and that the host can run at the same time.
-
-    `num_bytes` is what each process of an item needs.
-    """
-    batches: list[list[Any]] = []
-    used_bytes = used_processes = 0.0
-    for item, each_bytes, count in zip(items, num_bytes, num_processes, strict=True):
-        fits = used_bytes + each_bytes * count <= most_bytes and used_processes + count <= MAX_PROCESSES
-        if not batches or not fits:
-            batches.append([])
-            used_bytes = used_processes = 0.0
-        batches[-1].append(item)
-        used_bytes += each_bytes * count
-        used_processes += count
-    return batches
-
-
-# --- bits ---
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One training whose digests are compared with others of its cell."""
-
-    model: str
-    mode: str
-    side: str
-    num_workers: int
-    number: int = 0
-    """Number of the run."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}_{self.mode}_{self.side}_{self.num_workers}_{self.number}"
-
-    @property
-    def shown(self) -> str:
-        who = "DDP on gloo" if self.side == "ddp" else "ours"
-        return f"{who} on {self.num_workers}, run {self.number + 1}"
-
-
-Digests = list[tuple[str, str]]
-"""Digests after every step: of parameters and optimizer, and of the buffers."""
-
-
-def run_bits(options: GpuOptions, progress: Progress) -> Part:
-    """Compare digests after every step, of several placements, of two runs of each, and of DDP."""
-    order = options.order
-    if not order and "order" in join_options():
-        order = "ddp"  # the order in which stock DDP sums
-    options = replace(options, order=order)
-    sizes = [count for count in (1, 2, 4) if count <= options.replicas]
-    groups = [
-        group
-        for model, mode in options.cells
-        for group in (
-            Group(model, mode, "ddp", options.replicas),
-            *(Group(model, mode, "pliant", count, number) for number in (0, 1) for count in sizes),
-        )
-    ]
-    found = Part(columns=("network", "placements", "two runs", "DDP", "digest after the last step"))
-    digests: dict[Group, Digests] = {}
-    failures: dict[Group, str] = {}
-    needed = [process_bytes(group.model, options) for group in groups]
-    batches = in_batches(groups, needed, [group.num_workers for group in groups])
-    clock = Clock(options.limit_s, len(batches))
-    for number, batch in enumerate(batches):
-        if clock.left_s < 20:
-            found.remarks.append(f"no time was left for {', '.join(group.name for group in batch)}")
-            continue
-        progress(f"{batch[0].model} {batch[0].mode}", number / len(batches))
-        tasks = {
-            group.name: options.task(
-                group.model, group.mode, group.side, num_workers=group.num_workers, replicas=options.replicas, seed=SEED
-            )
-            for group in batch
-        }
-        with started(tasks, lambda what, fraction: None, clock) as contenders:
-            found.device = found.device or _device(contenders)
-            answers = ask_all([*contenders.values()], {"do": "digests", "iterations": options.steps}, clock)
-            failures |= {group: contenders[group.name].failure for group in batch}
-        for group in batch:
-            if group.name in answers:
-                digests[group], said = merge_ranks(answers[group.name])
-                failures[group] = said
-    for model, mode in options.cells:
-        judge_bits(found, [group for group in groups if (group.model, group.mode) == (model, mode)], digests, order)
-    found.remarks += [f"{group.shown}, {group.model} {group.mode}: {why}" for group, why in failures.items() if why]
-    if options.device == "cuda":
-        judge_refusal(found, options, clock)
-    return found
-
-
-def merge_ranks(answers: Sequence[contest.Answer]) -> tuple[Digests, str]:
-    """Return rank 0's digests, and a remark if the state of another rank differs from it in any step."""
-    states, buffers = (cast("list[str]", answers[0][key]) for key in ("states", "buffers"))
-    for rank, answer in enumerate(answers):
-        for step, (mine, theirs) in enumerate(zip(states, cast("list[str]", answer["states"]), strict=True), 1):
-            if mine != theirs:
-                return list(zip(states, buffers, strict=True)), f"rank {rank} differs from rank 0 after step {step}"
-    return list(zip(states, buffers, strict=True)), ""
-
-
-def first_difference(found: Sequence[object], expected: Sequence[object]) -> int | None:
-    """Return the first step (from 1 on) whose digests differ, or that one of the two lacks; None if all are equal."""
-    for step in range(max(len(found), len(expected))):
-        if step >= min(len(found), len(expected)) or found[step] != expected[step]:
-            return step + 1
-    return None
-
-
-def judge_bits(found: Part, groups: Sequence[Group], digests: Mapping[Group, Digests], order: str) -> None:
-    """Add the row and the verdicts of one network: all its groups are to have the same digests."""
-    first = groups[0]
-    what = f"{first.model} {first.mode}"
-    ours = [group for group in groups if group.side == "pliant"]
-    reference = digests.get(ours[0], [])
-    differences = {group: first_difference(digests.get(group, []), reference) if reference else 1 for group in groups}
-    is_oracle = order in ("", "ddp")
-    columns = []
-    for name, compared in (
-        ("all placements", [group for group in ours if group.number == 0]),
-        ("a second run", [group for group in ours if group.number == 1]),
-        ("DDP", [group for group in groups if group.side == "ddp"]),
-    ):
-        wrong = [f"{group.shown} from step {differences[group]} on" for group in compared if differences[group]]
-        columns.append("equal" if not wrong else "DIFFERENT")
-        if name == "DDP" and not is_oracle:
-            columns[-1] += f" (order {order})"
-            continue
-        text = f"{what}, {name}: equal digests after each of {len(reference)} steps"
-        found.judge(not wrong, text if not wrong else f"{what}, {name}: {'; '.join(wrong)}")
-    found.rows.append((what, *columns, reference[-1][0][:16] if reference else "-"))
-    found.cells.append({
-        "model": first.model, "mode": first.mode, "order": order,
-        "groups": [
-            {**asdict(group), "first_difference": differences[group], "digests": digests.get(group)} for group in groups
-        ],
-    })  # fmt: skip
-
-
-def nondeterministic() -> tuple[Any, Any]:
-    """Return a network whose backward has no deterministic kernel on a GPU, and an input; a model of `make_subject`."""
-    import torch
-    from torch import nn
-
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReflectionPad2d(1), nn.Flatten(), nn.Linear(4 * 16 * 16, 2))
-    return layers.cuda(), torch.randn(2, 3, 16, 16, device="cuda")
-
-
-REFUSED = "reflection_pad2d_backward"
-
-
-def judge_refusal(found: Part, options: GpuOptions, clock: Clock) -> None:
-    """Add the verdict on a program with an operator that has no deterministic kernel: it is to be refused by name."""
-    task = replace(options.task("gpt2", "eager"), model=f"{__name__}:nondeterministic", optimizer="sgd", autocast=False)
-    with started({"refused": task}, lambda what, fraction: None, clock) as contenders:
-        ask_all([contenders["refused"]], {"do": "run", "iterations": 1}, clock)
-        said = contenders["refused"].failure
-    found.cells.append({"refusal": said})
-    found.judge(REFUSED in said, f"a program with {REFUSED} is refused: {said[:300] or 'it was not'}")
-
-
 # --- packed ---
 
 
@@ -620,16 +587,15 @@ def run_packed(options: GpuOptions, progress: Progress) -> Part:
                 side: options.task(model, mode, side, num_workers=count, replicas=options.replicas) for side in sides
             }
             with started(tasks, progress, clock, options.old) as contenders:
-                found.device = found.device or _device(contenders)
-                limit_s = max(1.0, end_s - time.monotonic() - 5)
-                rules = Rules(
-                    rounds=options.repeat,
-                    iterations=options.steps,
-                    warmup=1,
-                    timeout_s=clock.bound(TURN_S),
-                    limit_s=limit_s,
+                found.device = found.device or device_of(contenders)
+                rules = replace(_rules(options, clock, end_s), alternate=True)
+                room = process_bytes(model, options) * count * len(tasks)
+                results = contest.hold(
+                    contenders.values(),
+                    rules,
+                    command={"keep_memory": room <= DEVICE_BYTES},
+                    progress=_named(progress, f"{model} {count}"),
                 )
-                results = contest.hold(contenders.values(), rules, progress=_named(progress, f"{model} {count}"))
             judge_packed(found, model, mode, count, results)
     return found
 
@@ -669,12 +635,12 @@ def run_profile(options: GpuOptions, progress: Progress) -> Part:
             f"pliant_x{several}": options.task(model, mode, replicas=several),
         }
         with started(tasks, progress, clock) as contenders:
-            found.device = found.device or _device(contenders)
+            found.device = found.device or device_of(contenders)
             ask_all([*contenders.values()], {"do": "run", "iterations": 3}, clock)
             for number, (side, contender) in enumerate(contenders.items()):  # one at a time: the device is shared
                 progress(f"{model} {mode}: {side}", number / len(contenders))
                 save_as = str(options.traces / f"{model}_{mode}_{side}") if options.traces is not None else ""
-                command = {"do": "profile", "iterations": min(options.steps, PROFILED_STEPS), "save_as": save_as}
+                command = {"do": "profile", "iterations": min(options.num_steps, PROFILED_STEPS), "save_as": save_as}
                 answer = ask_all([contender], command, clock).get(side)
                 if answer is None:
                     found.remarks.append(contender.failure)

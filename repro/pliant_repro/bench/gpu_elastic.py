@@ -9,18 +9,22 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from pliant.errors import LaunchError
 from pliant_repro.bench import commit_gaps
 from pliant_repro.bench.commit_gaps import AFTER, Event
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members
-from pliant_repro.bench.gpu import SEED, START_S, TURN_S, Clock, GpuOptions, Part, in_batches, process_bytes, started
+from pliant_repro.bench.gpu import SEED, START_S, TURN_S, Clock, DevicePool, GpuOptions, Part, process_bytes, started
+from pliant_repro.bench.gpu_bits import TAMPERED_STEP
 from pliant_repro.contest import Contender, Progress
 
 CHANGE_S = 90.0
 BIG, SMALL = 2, 1
 """Numbers of workers between which `live` changes."""
+JOB_PROCESSES = 5
+"""Processes of a job of `changes` at most, with the fixed one beside it."""
 STEADY = 3
 """Steps between two changes of `changes`."""
 FIXED_STEPS = 10
@@ -53,7 +57,7 @@ def run_live(options: GpuOptions, progress: Progress) -> Part:
         failure = ""
         with ElasticJob(elastic_options(options, model, mode, clock)) as job:
             try:
-                change_repeatedly(job, events, options.repeat, end_s, progress, f"{model} {mode}")
+                change_repeatedly(job, events, options.num_rounds, end_s, progress, f"{model} {mode}")
             except LaunchError as error:
                 failure = str(error)
             reports = list(job.reports)
@@ -125,57 +129,83 @@ def judge_live(
 # --- changes ---
 
 
-def run_changes(options: GpuOptions, progress: Progress) -> Part:
+def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
     """Compare the digests of jobs that go through changes with those of fixed ones, after every step."""
     found = Part(columns=("network", "steps", "digests", "sizes", "result"))
     cells = options.cells
-    needed = [process_bytes(model, options) for model, _ in cells]
-    batches = in_batches(cells, needed, [4] * len(cells))
-    clock = Clock(options.limit_s, len(batches))
-    for number, batch in enumerate(batches):
-        if clock.left_s < 60:
-            found.judge(False, f"no time was left for {batch}")
-            continue
-        progress(", ".join(f"{model} {mode}" for model, mode in batch), number / len(batches))
-        with ThreadPoolExecutor(len(batch)) as threads:
-            runs = [threads.submit(compare_changes, options, model, mode, clock) for model, mode in batch]
-        for (model, mode), run in zip(batch, runs, strict=True):
-            judge_changes(found, model, mode, *run.result())
+    clock = Clock(options.limit_s)
+    control = cells[-1] if len(cells) == 1 else next((cell for cell in cells if cell[0].startswith("lstm")), cells[0])
+    done: list[tuple[str, str]] = []
+
+    def compare(cell: tuple[str, str]) -> Compared:
+        with pool.lend(process_bytes(cell[0], options), JOB_PROCESSES + (cell == control), clock.left_s - 30) as got:
+            if not got:
+                return Compared(failure="no time was left")
+            compared = compare_changes(options, *cell, clock, with_control=cell == control)
+        done.append(cell)
+        progress(f"changes: {cell[0]} {cell[1]}", len(done) / len(cells))
+        return compared
+
+    with ThreadPoolExecutor(len(cells)) as threads:
+        for (model, mode), compared in zip(cells, threads.map(compare, cells), strict=True):
+            judge_changes(found, model, mode, compared)
     return found
 
 
-def compare_changes(
-    options: GpuOptions, model: str, mode: str, clock: Clock
-) -> tuple[list[StepBegun], list[tuple[str, str]], str]:
-    """Return the reports of a job that went through changes, the digests of a fixed one, and why one of them failed."""
+Digests = list[tuple[str, str]]
+"""Digests of a fixed job after every step: of parameters and optimizer, and of the buffers."""
+
+
+@dataclass(slots=True)
+class Compared:
+    """A job that went through changes, and what it is compared with."""
+
+    reports: list[StepBegun] = field(default_factory=list)
+    expected: Digests = field(default_factory=list)
+    """Digests of the fixed job."""
+    control: Digests | None = None
+    """Digests of a fixed job of which one bit was flipped; None if there was no such job."""
+    failure: str = ""
+
+
+def compare_changes(options: GpuOptions, model: str, mode: str, clock: Clock, *, with_control: bool) -> Compared:
+    """Run a job through changes and a fixed one beside it, and one more of which a bit is flipped if it is to be a control."""
     chosen = elastic_options(options, model, mode, clock, digests=True, seed=SEED, least_step_s=PACE_S[options.device])
     task = options.task(model, mode, replicas=options.replicas, seed=SEED)
-    failure = ""
+    tasks = {"fixed": task, **({"control": replace(task, tamper=TAMPERED_STEP)} if with_control else {})}
     last = math.inf  # until it is known how many steps the job has done
+    found = Compared()
 
-    def train_fixed(contender: Contender) -> list[tuple[str, str]]:
-        digests: list[tuple[str, str]] = []
+    def train_fixed(contender: Contender) -> Digests:
+        digests: Digests = []
         while len(digests) < last:
             answer = contender.ask({"do": "digests", "iterations": FIXED_STEPS}, clock.bound(TURN_S))[0]
             states, buffers = (cast("list[str]", answer[key]) for key in ("states", "buffers"))
             digests += zip(states, buffers, strict=True)
         return digests
 
-    with started({"fixed": task}, lambda what, fraction: None, clock) as contenders, ThreadPoolExecutor(1) as threads:
+    def train_control(contender: Contender) -> Digests:
+        answer = contender.ask({"do": "digests", "iterations": TAMPERED_STEP + 1}, clock.bound(TURN_S))[0]
+        return list(zip(*(cast("list[str]", answer[key]) for key in ("states", "buffers")), strict=True))
+
+    with started(tasks, lambda what, fraction: None, clock) as contenders, ThreadPoolExecutor(2) as threads:
         fixed = threads.submit(train_fixed, contenders["fixed"])
+        control = threads.submit(train_control, contenders["control"]) if with_control else None
         try:
             with ElasticJob(chosen) as job:
                 try:
                     go_through_changes(job)
                 except LaunchError as error:
-                    failure = str(error)
+                    found.failure = str(error)
         finally:
-            reports = list(job.reports)
-            last = max((each.step for each in reports), default=0)
+            found.reports = list(job.reports)
+            last = max((each.step for each in found.reports), default=0)
         try:
-            return reports, fixed.result(), failure
+            found.expected = fixed.result()
+            found.control = control.result() if control is not None else None
         except LaunchError as error:
-            return reports, [], failure or str(error)
+            found.failure = found.failure or str(error)
+    return found
 
 
 def go_through_changes(job: ElasticJob) -> None:
@@ -191,9 +221,17 @@ def go_through_changes(job: ElasticJob) -> None:
     wait_until_changed(job, 3, STEADY, mark)
 
 
-def compare_digests(reports: Sequence[StepBegun], expected: Sequence[tuple[str, str]]) -> tuple[int, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A digest that is not what it is to be."""
+
+    step: int
+    text: str
+
+
+def compare_digests(reports: Sequence[StepBegun], expected: Digests) -> tuple[int, list[Difference]]:
     """Return how many digests were compared, and those that differ; buffers are compared on rank 0, as DDP has them."""
-    compared, wrong = 0, []
+    compared, wrong = 0, list[Difference]()
     for each in reports:
         if not each.digest or not each.step or each.step > len(expected):
             continue
@@ -201,15 +239,14 @@ def compare_digests(reports: Sequence[StepBegun], expected: Sequence[tuple[str, 
         state, buffers = expected[each.step - 1]
         if each.digest != state or (each.rank == 0 and each.buffers != buffers):
             what = "state" if each.digest != state else "buffers"
-            wrong.append(f"{what} after step {each.step} on rank {each.rank} of {each.size}")
+            wrong.append(Difference(each.step, f"{what} after step {each.step} on rank {each.rank} of {each.size}"))
     return compared, wrong
 
 
-def judge_changes(
-    found: Part, model: str, mode: str, reports: Sequence[StepBegun], expected: Sequence[tuple[str, str]], failure: str
-) -> None:
-    """Add the row and the verdict of one network."""
-    compared, wrong = compare_digests(reports, expected)
+def judge_changes(found: Part, model: str, mode: str, compared: Compared) -> None:
+    """Add the row and the verdicts of one network."""
+    reports, failure = compared.reports, compared.failure
+    count, wrong = compare_digests(reports, compared.expected)
     steps = len({each.step for each in reports if each.digest})
     sizes = [size for size, _ in itertools.groupby(each.size for each in sorted(reports, key=lambda each: each.step))]
     shown = (
@@ -217,16 +254,21 @@ def judge_changes(
         if len(sizes) > 12
         else " -> ".join(map(str, sizes))
     )
-    ok = not failure and not wrong and compared > 0
-    said = failure or (f"{len(wrong)} differ, first {wrong[0]}" if wrong else "equal")
-    found.rows.append((f"{model} {mode}", str(steps), str(compared), shown, said[:80]))
+    ok = not failure and not wrong and count > 0
+    said = failure or (f"{len(wrong)} differ, first {wrong[0].text}" if wrong else "equal")
+    found.rows.append((f"{model} {mode}", str(steps), str(count), shown, said[:80]))
     found.judge(
         ok,
-        f"{model} {mode}: {compared} digests after {steps} steps through 2 -> 1 -> 3, kill -9 and a replacement: {said}",
+        f"{model} {mode}: {count} digests after {steps} steps through 2 -> 1 -> 3, kill -9 and a replacement: {said}",
     )
     found.cells.append({
-        "model": model, "mode": mode, "steps": steps, "compared": compared, "different": wrong, "failure": failure,
-        "last": expected[-1] if expected else None,
+        "model": model, "mode": mode, "steps": steps, "compared": count, "different": [each.text for each in wrong], "failure": failure,
+        "last": compared.expected[-1] if compared.expected else None,
     })  # fmt: skip
+    if compared.control is not None:
+        unlike = [each.step for each in compare_digests(reports, compared.control)[1]]
+        shown = f"from step {min(unlike)} on" if unlike else "no difference"
+        text = f"{model} {mode}, control: a bit flipped after step {TAMPERED_STEP} shows {shown}"
+        found.judge(bool(unlike) and min(unlike) == TAMPERED_STEP, text)
     if failure:
         found.remarks.append(f"{model} {mode}: {failure}")

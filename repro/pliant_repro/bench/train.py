@@ -44,6 +44,10 @@ class TrainingTask:
     """Whether the forward pass runs in bfloat16 where torch's autocast does so."""
     compiled: bool = False
     """Whether the model is compiled by `torch.compile`."""
+    scaler: bool = False
+    """Whether a GradScaler scales the losses; autocast is float16 on a GPU then."""
+    tamper: int = 0
+    """After this many steps one bit of one parameter is flipped: a control that comparisons of digests must notice."""
     strict: bool = False
     """Whether every side pins the deterministic kernels that a job of ours pins. Ours does so in any case."""
     seed: int | None = None

@@ -92,8 +92,10 @@ def make_subject(task: TrainingTask, waited_until: Callable[[], float] | None = 
         torch._dynamo.config.optimize_ddp = task.seed is None
         model.compile()
 
+    half = torch.float16 if task.scaler and task.device == "cuda" else torch.bfloat16
+
     def loss(model: nn.Module, pair: zoo.Sample) -> Tensor:
-        with torch.autocast(task.device, torch.bfloat16, enabled=task.autocast):
+        with torch.autocast(task.device, half, enabled=task.autocast):
             return zoo.compute_loss(model, *pair)
 
     return Subject(model, loss, dataset, batch)
@@ -140,6 +142,13 @@ def make_optimizer(task: TrainingTask, model: nn.Module) -> torch.optim.Optimize
     return zoo.make_optimizer(task.optimizer, model)
 
 
+def make_scaler(task: TrainingTask) -> torch.amp.GradScaler | None:
+    """Return the task's GradScaler; its factor is so large that the first steps overflow, and it changes every few steps."""
+    if not task.scaler:
+        return None
+    return torch.amp.GradScaler(task.device, init_scale=2.0**24, growth_interval=2)
+
+
 def load_steps(subject: Subject, rank: int, num_ranks: int, per_step: int = 1) -> Iterator[Iterable[Any]]:
     """Yield the steps of one rank without end, `per_step` batches each, as a plain DDP script loads them."""
     batches = _load_batches(subject, rank, num_ranks)
@@ -182,6 +191,9 @@ class TrainingLoop:
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait_for_sums: Callable[[], None] | None = None,
         stats: Callable[[], dict[str, object]] = dict,
+        scaler: torch.amp.GradScaler | None = None,
+        tamper: int = 0,
+        num_overlapped: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
@@ -189,10 +201,13 @@ class TrainingLoop:
             divisor: the number of batches whose gradients are accumulated; each loss is divided by it.
             no_sync: the context of all batches of a step but the last one, where gradients are accumulated.
             wait_for_sums: called between the backward pass and the update; where it returns, the program may have waited.
+            tamper: the number of steps after which one bit of one parameter is flipped; 0: never.
+            num_overlapped: returns how many steps were committed so far while updates were still under way.
         """
         self.subject, self._model, self.optimizer, self._steps = subject, model, optimizer, steps
         self._divisor, self._wait_for_sums, self.stats = divisor, wait_for_sums, stats
         self._no_sync = no_sync
+        self.scaler, self._tamper, self.num_overlapped = scaler, tamper, num_overlapped
         self.num_steps = 0
         self._losses: list[Tensor] = []
 
@@ -200,20 +215,34 @@ class TrainingLoop:
         for number, batch in enumerate(next(self._steps), 1):
             with self._no_sync() if number < self._divisor else contextlib.nullcontext():
                 loss = self.subject.loss(self._model, batch)
-                (loss / self._divisor if self._divisor > 1 else loss).backward()  # type: ignore[no-untyped-call]
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                (scaled / self._divisor if self._divisor > 1 else scaled).backward()  # type: ignore[no-untyped-call]
             self._losses.append(loss.detach())  # read later: reading a loss may wait for the device
         if self._wait_for_sums is not None:
             self._wait_for_sums()
             if self.subject.paced is not None:
                 self.subject.paced.device.stalled()  # before the update, which is part of what is paced
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad()
         self.num_steps += 1
+        if self.num_steps == self._tamper:
+            flip_bit(self.subject.model)
 
     def take_losses(self) -> list[float]:
         """Return the losses of the batches since the last call."""
         found, self._losses = self._losses, []
         return [float(loss) for loss in found]
+
+
+def flip_bit(model: nn.Module) -> None:
+    """Flip the lowest bit of one element of one parameter."""
+    model.state_dict()  # waits for updates that are still under way
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 Choose = Callable[[Mapping[str, Any]], TrainingLoop]
@@ -246,8 +275,9 @@ class DdpLoops:
         if self._task.seed is not None:
             torch.manual_seed(self._task.seed + self._rank)
         self._loops[key] = TrainingLoop(
-            subject, model, optimizer, steps, divisor=accumulate, no_sync=model.no_sync, wait_for_sums=lambda: None
-        )
+            subject, model, optimizer, steps, divisor=accumulate, no_sync=model.no_sync, wait_for_sums=lambda: None,
+            scaler=make_scaler(self._task), tamper=self._task.tamper,
+        )  # fmt: skip
         return self._loops[key]
 
 
@@ -257,7 +287,9 @@ def _open_plain(task: TrainingTask, rank: int) -> Iterator[Choose]:
     subject = make_subject(task)
     accumulate = task.num_replicas // task.num_workers
     steps = load_steps(subject, rank, task.num_workers, accumulate)
-    loop = TrainingLoop(subject, subject.model, make_optimizer(task, subject.model), steps, divisor=accumulate)
+    optimizer = make_optimizer(task, subject.model)
+    more: dict[str, Any] = {"scaler": make_scaler(task), "tamper": task.tamper}
+    loop = TrainingLoop(subject, subject.model, optimizer, steps, divisor=accumulate, **more)
     yield lambda _: loop
 
 
@@ -276,6 +308,11 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
         data: dict[str, Any] = {"batch_size": subject.batch, "shuffle": False, "collate_fn": zoo.as_is}
         model, optimizer = job.wrap(subject.model, make_optimizer(task, subject.model), **task.wrap)
         loader = job.loader(subject.dataset, **data)
+        overlapped: list[bool] = []
+        job.on_commit(lambda _: overlapped.append(job.has_pending_updates))
+        scaler = make_scaler(task)
+        if scaler is not None:
+            job.track("scaler", scaler)
         epochs = job.epochs(MAX_EPOCHS)
         next(epochs)  # the workers meet here
 
@@ -285,7 +322,10 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
                 next(epochs)
 
         stats = lambda: {**dataclasses.asdict(job.sync_stats()), **training_probes.sent_and_shared(job)}  # noqa: E731
-        loop = TrainingLoop(subject, model, optimizer, steps(), stats=stats)
+        loop = TrainingLoop(
+            subject, model, optimizer, steps(), stats=stats, scaler=scaler, tamper=task.tamper,
+            num_overlapped=lambda: sum(overlapped),
+        )  # fmt: skip
         yield lambda _: loop
 
 
@@ -377,8 +417,8 @@ def opened(values: Mapping[str, object], rank: int) -> Iterator[Opened]:
     trace.begin(rank)
     with SIDES[task.side](task, rank) as choose:
         num_bytes = choose({}).subject.num_bytes
-        facts = training_probes.device_facts(task.device)
-        yield {"num_bytes": num_bytes, "device": facts}, lambda command: carry_out(choose, task, command)
+        facts = {"device": training_probes.device_facts(task.device), "settings": training_probes.kernel_settings()}
+        yield {"num_bytes": num_bytes, **facts}, lambda command: carry_out(choose, task, command)
     trace.write(rank)
 
 
@@ -393,9 +433,14 @@ def carry_out(choose: Choose, task: TrainingTask, command: Command) -> dict[str,
         case "run":
             lead = cast(int, command.get("lead", task.lead))
             found = run_window(choose(options), cast(int, command["iterations"]), lead, cuda=cuda)
-            if cuda:
+            if cuda and not command.get("keep_memory"):
                 torch.cuda.empty_cache()  # for the contenders whose turn is next
             return found
+        case "overlap":
+            loop = choose(options)
+            for _ in range(cast(int, command["iterations"])):
+                loop.step()
+            return {"overlapped": loop.num_overlapped(), "steps": loop.num_steps}
         case "digests":
             return training_probes.digest_steps(choose(options), cast(int, command["iterations"]))
         case "memory":

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pliant.train import determinism
 from pliant_repro.bench import trace_summary
 
 HASH_THREADS = 4
@@ -27,6 +28,12 @@ def device_facts(device: str) -> dict[str, object]:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
     properties = torch.cuda.get_device_properties(0)
     return {"name": properties.name, "memory_bytes": properties.total_memory, **versions}
+
+
+def kernel_settings() -> dict[str, str]:
+    """Return all settings of torch in this process that choose kernels, or what they cost; to be compared among contenders."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return {**determinism.settings(), "fill_uninitialized_memory": str(fills), "threads": str(torch.get_num_threads())}
 
 
 # --- digests ---
@@ -62,7 +69,10 @@ def digest_steps(loop: Any, count: int) -> dict[str, object]:
     for _ in range(count):
         loop.step()
         loop.subject.model.state_dict()  # waits for updates that are still under way
-        states.append(digest_state(loop.subject.model, loop.optimizer))
+        state = digest_state(loop.subject.model, loop.optimizer)
+        if loop.scaler is not None:
+            state = hashlib.sha256(f"{state} {sorted(loop.scaler.state_dict().items())}".encode()).hexdigest()
+        states.append(state)
         buffers.append(digest_buffers(loop.subject.model))
     return {"states": states, "buffers": buffers, "losses": loop.take_losses()}
 

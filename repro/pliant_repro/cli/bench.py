@@ -200,8 +200,8 @@ def gpu(
         str,
         typer.Argument(
             metavar="PART",
-            help="step, memory, bits, changes, live, packed or profile.",
-            autocompletion=completion.one_of("step", "memory", "bits", "changes", "live", "packed", "profile"),
+            help="step, memory, bits, changes, live, packed or profile; all: all but the last, one after another.",
+            autocompletion=completion.one_of("step", "memory", "bits", "changes", "live", "packed", "profile", "all"),
         ),
     ],
     models: Annotated[
@@ -213,9 +213,11 @@ def gpu(
     replicas: Annotated[int, typer.Option("--replicas", help="N, where there are several.")] = 4,
     batch: Batch = 0,
     size: Size = 0,
-    repeat: Annotated[int, typer.Option("--repeat", help="Rounds, or changes of each kind; fewer at the limit.")] = 12,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of a turn, or steps to compare.")] = 8,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part is to end.")] = 420.0,
+    repeat: Annotated[
+        int, typer.Option("--repeat", help="Rounds, or changes of each kind, at most; 0: by part.")
+    ] = 0,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of a turn, or steps to compare; 0: by part.")] = 0,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part, or all, are to end.")] = 420.0,
     order: Annotated[str, typer.Option("--order", help="Order of sums, as pliant.join takes it.")] = "",
     gradients: Annotated[str, typer.Option("--gradients", help="Where they are kept, as pliant.join takes it.")] = "",
     sync: Annotated[str, typer.Option("--sync", help="How sums travel, as pliant.join takes it.")] = "",
@@ -224,21 +226,33 @@ def gpu(
         Path | None, typer.Option("--old", metavar="DIR", help="packed: a checkout of version 0.1 to measure, too.")
     ] = None,
     traces: Annotated[Path | None, typer.Option("--traces", metavar="DIR", help="profile: keep the traces.")] = None,
+    parts: Annotated[str, typer.Option("--parts", help="all: only these, such as step,packed,live.")] = "",
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="all: where each part's result goes.")] = Path("."),
     json_file: JsonFile = None,
 ) -> None:
     """Training on one GPU beside plain PyTorch and DDP: time, memory, bits and changes of the workers."""
     from pliant_repro.bench import gpu as bench
+    from pliant_repro.bench import gpu_plan as plan
     from pliant_repro.contest import split_words
 
     same: dict[str, Any] = {
         "device": device, "tiny": tiny, "replicas": replicas, "batch": batch, "size": size, "repeat": repeat,
         "steps": steps, "order": order, "gradients": gradients, "sync": sync, "autocast": autocast,
     }  # fmt: skip
-    options = bench.GpuOptions(
-        part=part, models=split_words(models), modes=split_words(modes), limit_s=limit, old=old, traces=traces, **same
-    )
+    some: dict[str, Any] = {"models": split_words(models), "modes": split_words(modes), "old": old, "traces": traces}
+    options = bench.GpuOptions(part=plan.PARTS[0] if part == "all" else part, limit_s=limit, **some, **same)
     args = {"part": part, "cells": options.cells, **same, "limit": limit, "old": str(old) if old else None}
-    _measure(bench.run, options, args, tables.show_gpu, json_file)
+    if part != "all":
+        _measure(bench.run, options, args, tables.show_gpu, json_file)
+        return
+    chosen = split_words(parts)
+    plan.phases_of(chosen)  # complains before anything is started
+    out.mkdir(parents=True, exist_ok=True)
+
+    def run(options: bench.GpuOptions, args: Mapping[str, object], progress: Progress) -> Json:
+        return plan.run_all(options, chosen, out, args, progress, save_json)
+
+    _measure(run, options, {**args, "cells": None, "parts": chosen}, tables.show_gpu, json_file)
 
 
 def resize(
