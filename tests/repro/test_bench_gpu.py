@@ -122,7 +122,7 @@ CELL = {"part": "bits", "models": ("gpt2",), "modes": ("eager",)}
 def test_all_placements_runs_and_ddp_are_to_be_equal(wrong: str, expected: list[bool]) -> None:
     groups = gpu_bits.groups_of(GpuOptions(**CELL), ("tree", "ddp"))  # type: ignore[arg-type]
     part = Part()
-    gpu_bits.judge_bits(part, groups, outcomes_of(groups, wrong))
+    gpu_bits.judge_bits(part, groups, outcomes_of(groups, wrong), 4)
     by_order = sorted(part.verdicts, key=lambda verdict: "control" in verdict[1])
     tree = [ok for ok, text in by_order if "order tree" in text]
     ddp = [ok for ok, text in by_order if "order ddp" in text]
@@ -134,7 +134,7 @@ def test_a_control_that_does_not_differ_is_a_failure() -> None:
     groups = gpu_bits.groups_of(GpuOptions(**CELL), ("tree", "ddp"))  # type: ignore[arg-type]
     same = {group: Outcome([("a", ""), ("b", "")]) for group in groups}
     part = Part()
-    gpu_bits.judge_bits(part, groups, same)
+    gpu_bits.judge_bits(part, groups, same, 4)
     assert [ok for ok, text in part.verdicts if "control" in text] == [False, False]
 
 
@@ -151,7 +151,7 @@ def test_bits_have_cells_for_a_scaler_and_for_priorities() -> None:
     part = Part()
     outcomes = outcomes_of(priority)
     outcomes[priority[-1]].overlapped = 1
-    gpu_bits.judge_bits(part, priority, outcomes)
+    gpu_bits.judge_bits(part, priority, outcomes, 4)
     assert [ok for ok, text in part.verdicts if "under way" in text] == [True, False]
 
 
@@ -348,7 +348,7 @@ def test_a_worker_tells_its_digests_memory_and_profile() -> None:
 def test_a_plan_runs_its_parts_and_leaves_their_results(tmp_path: Path) -> None:
     argv = [
         sys.executable, "-m", "pliant_repro", "bench", "gpu", "all", "--parts", "bits", "--device", "cpu", "--tiny",
-        "--models", "lstm", "--modes", "eager", "--steps", "2", "--replicas", "1", "--limit", "60",
+        "--models", "lstm", "--modes", "eager", "--steps", "2", "--replicas", "1", "--order", "ddp", "--limit", "60",
         "--out", str(tmp_path), "--json", "-",
     ]  # fmt: skip
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
