@@ -58,6 +58,8 @@ class JobSettings:
     slice_bytes: int | None = None
     in_flight_bytes: int | None = None
     adapting: AdaptationSettings = field(default_factory=AdaptationSettings)
+    gradients: str = "device"
+    """Where a worker with several replicas keeps the gradients of a GPU between turns: "device" or "host"."""
     verify: int = EVERY
     allow: tuple[str, ...] = ()
     """Operators that may run without a deterministic kernel."""
@@ -154,12 +156,12 @@ def assemble(
         **watching,
     )
     deferring: dict[str, Any] = {"before_backward": deferred.unused_parameters} if tuner.may_defer else {}
-    if order != "ddp":
-        deferring["order"] = order
     reducers = [
         GradientReducer(
             found,
             replicas.count,
+            order=order,
+            keeps_on_host=settings.gradients == "host",
             find_unused=wrapped.find_unused,
             cap_bytes=wrapped.cap_bytes,
             always_sums=follows_view,
@@ -257,7 +259,7 @@ def default_order(device: torch.device) -> Order:
     On CPUs stock DDP has an order, gloo's, which it is worth having the bits of. On GPUs DDP runs on NCCL, whose order depends
     on the machines, so the order is free to be the one that costs the least.
     """
-    return "ddp"  # "tree" on CUDA as soon as the reducers add in it
+    return "tree" if device.type == "cuda" else "ddp"
 
 
 def _hook_program(

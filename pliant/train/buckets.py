@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm import order
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.plan import Portion
@@ -99,7 +98,7 @@ def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
     """Return each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
     views, offset = [], 0  # not by split(): programs could not change gradients in place while autograd records
     for parameter in parameters:
-        if _is_dense(parameter):
+        if is_dense(parameter):
             views.append(flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset))
         else:
             views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
@@ -110,7 +109,7 @@ def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
 def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient as a flat tensor, in the memory order of the parameter."""
     gradient = gradient.to_dense()
-    if not _is_dense(parameter):
+    if not is_dense(parameter):
         return gradient.reshape(-1)
     if gradient.stride() == parameter.stride():
         return gradient.as_strided((parameter.numel(),), (1,))
@@ -119,7 +118,7 @@ def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> to
     return flat
 
 
-def _is_dense(parameter: torch.nn.Parameter) -> bool:
+def is_dense(parameter: torch.nn.Parameter) -> bool:
     """Return whether the elements fill a run of memory without holes or overlaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
@@ -154,10 +153,8 @@ class Bucket:
     """Whether all parameters are contiguous."""
     sums: Sequence[torch.Tensor] = ()
     """Each parameter's view of the sum."""
-    flat: torch.Tensor | None = None
-    """CUDA: the sum, if it was folded on the device."""
     copied: torch.cuda.Event | None = None
-    """CUDA: recorded when the present replica's bucket has left the device, or was folded there."""
+    """CUDA: recorded when the present replica's bucket has left the device."""
     seen: int = 0
     """The bits of the parameters whose gradient has come in this turn."""
     handle: Handle | None = None
@@ -286,10 +283,6 @@ def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: i
 # --- CUDA ---
 
 
-PIECE_BYTES = 2 << 20
-"""How much is brought back to the device at once when it folds."""
-
-
 def flatten_gradients(
     parameters: Sequence[torch.nn.Parameter],
     gradients: Sequence[torch.Tensor | None],
@@ -322,11 +315,6 @@ class DeviceCopier:
         """Copy `flat` to the host; return the event of its completion."""
         return self._on_side_stream(flat, lambda: part.copy_(flat, non_blocking=True))
 
-    def fold(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> torch.cuda.Event:
-        """Add the gradients of the other replicas, which are on the host, to `flat`; return the event of its
-        completion."""
-        return self._on_side_stream(flat, lambda: _fold_on_device(flat, parts, num_replicas))
-
     def _on_side_stream(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
         present = torch.cuda.current_stream(flat.device)
         if self._stream is None:
@@ -341,41 +329,6 @@ class DeviceCopier:
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def _fold_on_device(flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> None:
-    """Bring the parts back piece by piece. The additions and their order are the same as everywhere."""
-    last, itemsize = num_replicas - 1, flat.element_size()
-    size = min(flat.numel(), PIECE_BYTES // itemsize)
-    before, scratch = torch.empty_like(flat[:size]), torch.empty_like(flat[:size])
-    length = order.chunk_length(flat.numel(), itemsize, num_replicas)
-    for chunk_begin, chunk_end, chunk in order.chunks_between(0, flat.numel(), length):
-        replicas = order.chain(chunk, num_replicas)
-        turn = replicas.index(last)
-        for begin in range(chunk_begin, chunk_end, size):
-            end = min(begin + size, chunk_end)
-            total = flat[begin:end]
-            for place, replica in enumerate(replicas):
-                if replica == last:
-                    if place:
-                        total.add_(before[: end - begin])
-                    continue
-                target = before if place == 0 else scratch
-                operand = target[: end - begin]
-                operand.copy_(parts[replica][begin:end], non_blocking=True)
-                if place:
-                    (total if place > turn else before[: end - begin]).add_(operand)
-
-
-def fetch_sum(bucket: Bucket, was_folded: bool) -> torch.Tensor:
-    """Return the bucket's sum on the device: it was folded there, or has come to the host."""
-    if not was_folded:
-        return bucket.total.to(bucket.device, non_blocking=True)
-    assert bucket.flat is not None, "every bucket was folded"
-    assert bucket.copied is not None
-    torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
-    flat, bucket.flat = bucket.flat, None
-    return flat
 
 
 def unflatten_sum(flat: torch.Tensor, bucket: Bucket) -> Sequence[torch.Tensor]:

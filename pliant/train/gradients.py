@@ -1,21 +1,29 @@
 """The gradients of the hosted replicas, from backward to their sum over all replicas of the job.
 
-A hook on each parameter catches its gradient, scales it by 1/N (by multiplication, as DDP does) and writes it to its place
-in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine sums it in the
-exact order while backward goes on. The sums become the parameters' `.grad`. A replica has one backward per turn whose
-gradients are summed; what would lead to a wrong sum is refused.
+Gradients are scaled by 1/N (by multiplication, as DDP does) and added in the order of the job. There are two ways to a sum.
+Where this worker hosts all replicas, a hook on a single parameter tells that there was a backward. When it is over, all
+gradients are taken at once and added on their device (`gradient_folds`). Else a hook on each parameter writes its gradient
+to its place in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine
+sums it while backward goes on. A replica has one backward per turn whose gradients are summed; what would lead to a wrong
+sum is refused.
+
+While gradients of several replicas are summed, `.grad` belongs to the job from the end of a turn's backward to the end of
+the loop over the step. Then it is the average over all replicas. The gradients of a single replica are not touched at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
+from pliant.comm.order import Order
 from pliant.errors import TrainError, Unsliceable
 from pliant.train import notify_pull
 from pliant.train.buckets import (
@@ -28,7 +36,6 @@ from pliant.train.buckets import (
     UnitBuffer,
     allocate_buckets,
     cut_unit_buffers,
-    fetch_sum,
     first_layout,
     flatten_gradients,
     gradient_slots,
@@ -36,6 +43,7 @@ from pliant.train.buckets import (
     rebuilt_layout,
     unflatten_sum,
 )
+from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, count_merges, make_fold
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.pending import Pending, PendingSum
 from pliant.train.sync import SyncConfig
@@ -49,25 +57,27 @@ class GradientReducer:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         num_replicas: int,
         *,
+        order: Order = "ddp",
+        keeps_on_host: bool = False,
         find_unused: bool = False,
         cap_bytes: int | None = None,
         always_sums: bool = False,
         prefix: str = "",
         before_backward: Callable[[], set[int]] = set,
     ) -> None:
+        """`order` is "ddp" or "tree". `keeps_on_host`: between turns, gradients of a GPU are kept in host memory."""
+        self.order = order
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.num_replicas = num_replicas
-        self.no_sync = False
-        """While true, gradients only accumulate in `.grad`."""
+        self._no_sync = False
         self.wanted = num_replicas > 1 or always_sums
         """Whether there is anything to sum. The gradients of a single replica stay where backward puts them."""
         self.probe: GradientProbe | None = None
         """Is shown gradients and sums; set it before the first view."""
         self.ready_order: list[int] = []
         """The order in which the gradients of the last complete backward came."""
-        self.handed_in = False
-        """Whether the replica whose turn it is has had the backward whose gradients are summed."""
+        self._handed_in = False
         self._before_backward = before_backward
         self._prefix = prefix
         self._bases: list[torch.Tensor | None] | None = None
@@ -77,11 +87,21 @@ class GradientReducer:
         beginning of a step, and whether the last step has left any."""
         self._in_pass = False
         """Whether a pass has begun that does not count yet: the parameters have gradients of turns."""
+        self._is_clean = False
+        """Whether it is known that no parameter has a gradient."""
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         self._engine: Engine | None = None
         self._blocks: tuple[int, ...] = ()
         self._on_device = self.parameters[0].is_cuda
+        self._keeps_on_host = keeps_on_host and self._on_device
+        self._adder = SetAdder(self.parameters)
+        self._fold: GradientFold | None = None
+        """Adds the gradients if this worker hosts all replicas."""
+        self._sentinel = 0
+        """The parameter whose hook tells that there was a backward, if this worker hosts all replicas."""
+        self._marks: list[tuple[torch.Tensor, int] | None] | None = None
+        """The gradients of all parameters, and their versions, before what is to be noticed; None if there were none."""
         self._copier = DeviceCopier()
         self._buckets: list[Bucket] = []
         self._slots: list[GradientSlot] = []
@@ -106,15 +126,20 @@ class GradientReducer:
         self._held_back: Bucket | None = None
         self._used: torch.Tensor | None = None
         self._used_handle: Handle | None = None
+        self._hooks: dict[int, RemovableHandle] = {}
         self.use_layout(None)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._collect, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self.parameters)
-        ]
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._use_hooks(())
+
+    def _use_hooks(self, indices: Collection[int]) -> None:
+        """Have hooks on these parameters, and on no others."""
+        for index in self._hooks.keys() - set(indices):
+            self._hooks.pop(index).remove()
+        for index in indices:
+            if index not in self._hooks:
+                hook = partial(self._collect, index)
+                self._hooks[index] = self.parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # --- the layout ---
 
@@ -123,10 +148,11 @@ class GradientReducer:
         self.waits_for_order = layout is None and self.wanted and not self._find_unused
         """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
         self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self._buckets, self._units = [], []
+        self._buckets, self._units, self._fold = [], [], None
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2 for good."""
+        self._sentinel = ready_order[-1]  # so that its hook comes when backward is nearly over
         self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
 
     def disable_sums(self) -> None:
@@ -143,13 +169,28 @@ class GradientReducer:
             self._retired.append((self._engine, self._buckets))
         self._copier.wait()  # before the memory of its copies is freed
         self._engine, self._blocks = engine, tuple(blocks)
-        self._buckets, self._units = [], []
+        self._buckets, self._units, self._fold = [], [], None
         self._expecting = self._halted = False
         if self.probe is not None:
             self.probe.enter_view(engine, self._blocks)
 
-    def _have_buckets(self, engine: Engine) -> None:
-        if self._buckets or not self.wanted:
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this worker hosts all replicas."""
+        return len(self._blocks) == 1
+
+    @property
+    def _is_summing(self) -> bool:
+        """Whether gradients of several replicas are summed."""
+        return self.wanted and (self.num_replicas > 1 or not self._is_alone)
+
+    def _have_memory(self, engine: Engine) -> None:
+        """Have what the gradients of this view are summed in."""
+        if self._buckets or self._fold is not None or not self._is_summing:
+            return
+        if self._is_alone:
+            memory = partial(_pinned_memory, engine) if self._keeps_on_host else None
+            self._fold = make_fold(self.order, self.parameters, self.layout, self.num_replicas, memory)
             return
         hosted = self._blocks[engine.rank]
         self._buckets = allocate_buckets(
@@ -167,7 +208,7 @@ class GradientReducer:
         """Decide how the sums of the step that begins now travel. `order` is the order in which they are wanted."""
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
-        self._have_buckets(engine)
+        self._have_memory(engine)
         self._config = config
         if config.mode == "fifo" or not self.wanted or engine.size == 1:
             self._units = []
@@ -190,12 +231,15 @@ class GradientReducer:
         """
         self._bases, self._in_pass = None, True
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
-            bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
-        if any(base is not None for base in bases):
-            self._bases = bases
+            has_gradients = bool(cleared) or any(parameter.grad is not None for parameter in self.parameters)
+            if has_gradients and (self._is_summing or not self._is_alone):
+                bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
+                self._bases = bases if any(base is not None for base in bases) else None
+                has_gradients = self._bases is not None
+        self._is_clean = not has_gradients
         if begins_step and not cleared:
-            self._has_carried = self._has_carried or self._bases is not None
-            self._clears_late = self._clears_late or (self._leaves_gradients and self._bases is None)
+            self._has_carried = self._has_carried or has_gradients
+            self._clears_late = self._clears_late or (self._leaves_gradients and not has_gradients)
 
     def _base(self, index: int, parameter: torch.nn.Parameter, cleared: Mapping[int, bool]) -> torch.Tensor | None:
         if index in cleared:
@@ -246,29 +290,100 @@ class GradientReducer:
         """Begin the turn of the replica in this slot of those hosted here."""
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
-        self._have_buckets(engine)
-        # Also where they are not summed: this turn may be taken again. One whose sum is on its way is cleared once more
-        # after its update.
-        self._reset_gradients()
+        self._have_memory(engine)
+        if self._is_alone and not self._is_summing:
+            self._marks = None if self._is_clean else self._versions()  # nothing is touched: no turn is taken again
+        else:
+            self._reset_gradients()
+        self._is_clean = False
+        self._use_hooks(self._hooks_of_turn(slot))
+        if self._fold is not None and slot == 0:
+            self._fold.clear()
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:
             bucket.seen, bucket.handle = 0, None
         self._slot, self._is_last, self._held_back = slot, slot == self._blocks[engine.rank] - 1, None
         self._scale = 1.0 / self.num_replicas
-        if self._find_unused and self.wanted and slot == 0:
+        if self._find_unused and self._is_summing and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
         self._unseen = set()
-        self._expecting, self._queued, self._resting, self.handed_in = True, False, False, False
+        self._expecting, self._queued, self._resting, self._handed_in = True, False, False, False
+
+    def _hooks_of_turn(self, slot: int) -> Collection[int]:
+        """Return the parameters that need a hook in this turn: all if the order of replica 0's gradients is to be found, or
+        if they are collected one by one; else one."""
+        if not self._is_alone and self._is_summing:
+            return range(len(self.parameters))
+        return range(len(self.parameters)) if self.waits_for_order and slot == 0 else (self._sentinel,)
 
     def _reset_gradients(self) -> None:
+        """Begin with the gradients of earlier passes, also where they are not summed: this turn may be taken again. One
+        whose sum is on its way is cleared once more after its update."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             if self._bases is None:
-                for parameter in self.parameters:
-                    parameter.grad = None
+                if not self._is_clean:
+                    for parameter in self.parameters:
+                        parameter.grad = None
+                self._marks = None
                 return
             for parameter, base in zip(self.parameters, self._bases, strict=True):
                 parameter.grad = None if base is None else base.clone()
+        self._marks = self._versions()
+
+    # --- what happens to gradients without a hook ---
+
+    def _versions(self) -> list[tuple[torch.Tensor, int] | None]:
+        """Return all gradients and their versions, which every backward changes."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            found = [parameter.grad for parameter in self.parameters]
+        return [None if gradient is None else (gradient, gradient._version) for gradient in found]
+
+    def _changed(self) -> list[int]:
+        """Return the parameters whose gradients have come, or have changed, since the marks were made."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            found = [parameter.grad for parameter in self.parameters]
+        if self._marks is None:
+            return [index for index, gradient in enumerate(found) if gradient is not None]
+        return [
+            index
+            for index, (gradient, mark) in enumerate(zip(found, self._marks, strict=True))
+            if gradient is not None and (mark is None or gradient is not mark[0] or gradient._version != mark[1])
+        ]
+
+    def _notice(self) -> None:
+        """Notice a backward that has not reached the parameter with the hook."""
+        if not self._resting and not self._halted and not self._queued and self._is_noticing:
+            changed = self._changed()
+            if changed and not self._expecting:
+                self._refuse_second_backward(changed[0])
+            if changed:
+                self._backward_done()
+
+    @property
+    def _is_noticing(self) -> bool:
+        """Whether backwards are noticed by their gradients, because most parameters have no hook."""
+        return self._is_alone or not self._is_summing
+
+    @property
+    def handed_in(self) -> bool:
+        """Whether the replica whose turn it is has had the backward whose gradients are summed."""
+        if not self._no_sync:
+            self._notice()
+        return self._handed_in
+
+    @property
+    def no_sync(self) -> bool:
+        """While true, gradients only accumulate in `.grad`."""
+        return self._no_sync
+
+    @no_sync.setter
+    def no_sync(self, is_on: bool) -> None:
+        if is_on and not self._no_sync:
+            self._notice()
+        self._no_sync = is_on
+        if not is_on and not self._resting and self._is_noticing:
+            self._marks, self._is_clean = self._versions(), False
 
     def halt(self) -> None:
         """Collect nothing until the next view: the step is torn."""
@@ -298,18 +413,21 @@ class GradientReducer:
             return
         if not self._queued:
             self._begin_backward(index)
-        if self.wanted:
+        if self._buckets:
             self._put(index, parameter)
-            if self.waits_for_order:
-                self.ready_order.append(index)
+        if self.waits_for_order and self._slot == 0:
+            self.ready_order.append(index)
+
+    def _refuse_second_backward(self, index: int) -> NoReturn:
+        raise TrainError(
+            f"a second backward reached {self.names[index]!r} in one turn: a turn has one backward whose gradients are "
+            "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over the "
+            "step once more"
+        )
 
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
-            raise TrainError(
-                f"a second backward reached {self.names[index]!r} in one turn: a turn has one backward whose gradients are "
-                "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over "
-                "the step once more"
-            )
+            self._refuse_second_backward(index)
         self._unseen = self._before_backward()
         if index in self._unseen:
             self._collect(index, self.parameters[index])
@@ -330,9 +448,7 @@ class GradientReducer:
             gradient = parameter.grad
             assert gradient is not None, "the hook runs after the gradient was accumulated"
             if gradient.is_sparse:
-                raise Unsliceable(
-                    f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
-                )
+                self._refuse_sparse(index)
             torch.mul(gradient, self._scale, out=place.views[self._slot])
             if self.probe is not None and self.probe.wants_parts:
                 self.probe.add_gradient(index, bucket.parts[self._slot][place.begin : place.end])
@@ -344,15 +460,31 @@ class GradientReducer:
         elif bucket.seen == bucket.whole:
             self._bucket_full(bucket)
 
+    def _refuse_sparse(self, index: int) -> NoReturn:
+        raise Unsliceable(
+            f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
+        )
+
     def _backward_done(self) -> None:
         with torch.no_grad():
-            self._end_turn()
+            if self._fold is not None:
+                self._take_all(self._fold)
+            else:
+                if self.wanted and not self._is_summing:
+                    self._check_unused([i for i, parameter in enumerate(self.parameters) if parameter.grad is None])
+                self._end_turn()
+        if self._is_noticing:
+            self._marks = None if self._fold is not None else self._versions()
         self._expecting = self._queued = False
-        self.handed_in = True
+        self._handed_in = True
 
     def contribute_zeros(self) -> None:
         """Let the replica whose turn it is contribute zeros."""
-        if self.wanted:
+        if self._fold is not None:
+            with torch.no_grad():
+                self._add_to(self._fold, [torch.zeros_like(parameter) for parameter in self.parameters])
+            self._is_clean = False  # the program may have had backwards without sums
+        elif self._is_summing:
             with torch.no_grad():
                 for bucket in self._buckets:
                     bucket.seen = 0
@@ -360,7 +492,75 @@ class GradientReducer:
                 if self._held_back is not None:
                     self._send_from_device(self._held_back)
         self._expecting = False
-        self.handed_in = True
+        self._handed_in = True
+
+    # --- all replicas are in this worker ---
+
+    def _take_all(self, fold: GradientFold) -> None:
+        """Take the gradients of all parameters, and add them to those of the replicas before."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            found = [parameter.grad for parameter in self.parameters]
+        has_come = [gradient is not None for gradient in found]
+        if self._marks is not None:
+            has_come = [False] * len(found)
+            for index in self._changed():
+                has_come[index] = True
+        if not all(has_come):
+            self._check_unused([index for index, has in enumerate(has_come) if not has])
+        if self._used is not None:
+            self._used |= torch.tensor(has_come)
+        gradients: GradientSet = []
+        for index, gradient in enumerate(found):
+            if gradient is None or not has_come[index]:
+                gradient = torch.zeros_like(self.parameters[index])
+            elif gradient.is_sparse:
+                self._refuse_sparse(index)
+            elif gradient.requires_grad:  # the program may still differentiate it
+                gradient = gradient.detach().clone()
+            gradients.append(gradient)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._is_clean = True
+        self._adder.scale(gradients, self._scale)
+        self._add_to(fold, gradients)
+
+    def _add_to(self, fold: GradientFold, gradients: GradientSet) -> None:
+        if self.probe is not None and self.probe.wants_parts:
+            flats = map(in_memory_order, self.parameters, gradients)
+            self._show_to(self.probe.add_gradient, self.probe.add_gradients, list(flats))
+        fold.add(gradients)
+        if self.probe is not None and self.probe.wants_parts and self._is_last:
+            self.probe.gradients_complete()
+
+    def _show_to(
+        self,
+        one: Callable[[int, torch.Tensor], None],
+        several: Callable[[Sequence[int], Sequence[torch.Tensor]], None],
+        flats: Sequence[torch.Tensor],
+    ) -> None:
+        """Show flat tensors of all parameters to the probe: at once on a device, where that costs less."""
+        if self._on_device:
+            several(range(len(flats)), flats)
+        else:
+            for index, flat in enumerate(flats):
+                one(index, flat)
+
+    def _take_sum(self, fold: GradientFold) -> None:
+        """Make the sum over all replicas the gradients."""
+        totals = fold.take_sum()
+        if self.probe is not None and self.probe.wants_sums:
+            flats = map(in_memory_order, self.parameters, totals)
+            self._show_to(self.probe.add_sum, self.probe.add_sums, list(flats))
+        self.sums_complete()
+        used = self._used.tolist() if self._used is not None else None
+        for index, (parameter, total) in enumerate(zip(self.parameters, totals, strict=True)):
+            if used is None or used[index]:
+                parameter.grad = total
+            else:  # a parameter that no replica has used keeps its gradient, as with DDP
+                parameter.grad = self._bases[index] if self._bases is not None else None
+        self._is_clean = False
+
+    # --- some replicas are in other workers ---
 
     def _end_turn(self) -> None:
         """End a turn: every gradient has come, or was not used."""
@@ -385,13 +585,17 @@ class GradientReducer:
     def _fill_in_unused(self) -> None:
         """Let unused parameters contribute zeros."""
         unused = [index for index in range(len(self.parameters)) if not self._has_come(index)]
-        if not self._find_unused:
+        self._check_unused(unused)
+        self._fill_in(unused)
+
+    def _check_unused(self, unused: Sequence[int]) -> None:
+        """Raise TrainError if all parameters must be used."""
+        if unused and not self._find_unused:
             names = ", ".join(repr(self.names[index]) for index in unused[:8])
             raise TrainError(
                 f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
                 "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
             )
-        self._fill_in(unused)
 
     def _fill_in(self, unused: Sequence[int]) -> None:
         places = [self._slots[index] for index in unused]
@@ -415,16 +619,12 @@ class GradientReducer:
                 self._send_from_device(late)
         elif self._is_last:
             assert self._engine is not None
-            bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
+            bucket.handle = sum_bucket(self._engine, self._blocks, self.order, bucket)
 
     def _send_from_device(self, bucket: Bucket) -> None:
-        """Copy a full bucket to the host; or fold it on the device, if this worker hosts all replicas."""
+        """Copy a full bucket to the host."""
         flat = self._flatten(bucket, bucket.gradients(), is_plain=bucket.is_plain)
-        if self._is_last and len(self._blocks) == 1:
-            bucket.copied = self._copier.fold(flat, bucket.parts, self.num_replicas)
-            bucket.flat = flat
-        else:
-            bucket.copied = self._copier.copy_to_host(flat, bucket.parts[self._slot])
+        bucket.copied = self._copier.copy_to_host(flat, bucket.parts[self._slot])
 
     def _unit_full(self, unit: UnitBuffer) -> None:
         assert self._engine is not None
@@ -435,10 +635,10 @@ class GradientReducer:
             ]
             copied = self._copier.copy_to_host(self._flatten(unit, gradients), unit.parts[self._slot])
             if self._is_last:
-                submit = partial(sum_unit, self._engine, self._blocks, self._config, unit)
+                submit = partial(sum_unit, self._engine, self._blocks, self.order, self._config, unit)
                 unit.handle = self._engine.after(copied, submit, unit.name)
         elif self._is_last:
-            unit.handle = sum_unit(self._engine, self._blocks, self._config, unit)
+            unit.handle = sum_unit(self._engine, self._blocks, self.order, self._config, unit)
 
     def _flatten(
         self, what: Bucket | UnitBuffer, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
@@ -485,12 +685,15 @@ class GradientReducer:
 
     def wait(self) -> None:
         """Wait for all sums and put them into `.grad`. Raises CommError if they cannot be had."""
-        if self._on_device and len(self._blocks) > 1:
+        if self._fold is not None:
+            self._take_sum(self._fold)
+            return
+        if self._on_device:
             for bucket in self._buckets:
                 assert bucket.copied is not None, "every bucket was handed in"
                 bucket.copied.synchronize()
                 assert self._engine is not None
-                bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
+                bucket.handle = sum_bucket(self._engine, self._blocks, self.order, bucket)
         for bucket in self._buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
@@ -512,7 +715,7 @@ class GradientReducer:
 
     def _fetch(self, bucket: Bucket) -> None:
         """Bring the sum of a bucket to the device."""
-        flat = fetch_sum(bucket, was_folded=len(self._blocks) == 1)
+        flat = bucket.total.to(bucket.device, non_blocking=True)
         if self.probe is not None and self.probe.wants_sums:
             self.probe.add_sums(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
         bucket.sums = unflatten_sum(flat, bucket)
@@ -530,7 +733,7 @@ class GradientReducer:
 
     def _gradients_complete(self, probe: GradientProbe) -> None:
         """Tell the probe that the last replica hosted here is done."""
-        if not self.wanted:
+        if not self._is_summing:
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
                     probe.add_gradient(index, in_memory_order(parameter, parameter.grad.detach()))
@@ -547,17 +750,25 @@ class GradientReducer:
             self.probe.sums_complete()
 
 
+def _pinned_memory(engine: Engine, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory for fast copies from and to a GPU."""
+    memory = engine.empty(length, dtype)
+    engine.pin(memory)
+    return memory
+
+
 # --- starting a sum ---
 
 
-def sum_bucket(engine: Engine, blocks: tuple[int, ...], bucket: Bucket) -> Handle:
+def sum_bucket(engine: Engine, blocks: tuple[int, ...], order: Order, bucket: Bucket) -> Handle:
     """Start the sum of a bucket over all replicas, of which rank r hosts `blocks[r]`."""
     if len(bucket.parts) == 1 and max(blocks) == 1:
-        return engine.all_reduce(bucket.name, bucket.total)
-    return engine.all_reduce(bucket.name, bucket.total, contributions=bucket.parts, parts=blocks)
+        return engine.all_reduce(bucket.name, bucket.total, order=order)
+    parts = _operands(engine, blocks, order, bucket.parts)
+    return engine.all_reduce(bucket.name, bucket.total, contributions=parts, parts=blocks, order=order)
 
 
-def sum_unit(engine: Engine, blocks: tuple[int, ...], config: SyncConfig, unit: UnitBuffer) -> Handle:
+def sum_unit(engine: Engine, blocks: tuple[int, ...], order: Order, config: SyncConfig, unit: UnitBuffer) -> Handle:
     """Start the sum of a unit. (On CUDA this is called later, when there may be another view already.)"""
     plain = len(unit.parts) == 1 and max(blocks) == 1
     if config.mode == "baseline":
@@ -570,6 +781,23 @@ def sum_unit(engine: Engine, blocks: tuple[int, ...], config: SyncConfig, unit: 
         priority=unit.priority,
         portion=unit.portion,
         prompt=True,
-        contributions=None if plain else unit.parts,
+        contributions=None if plain else _operands(engine, blocks, order, unit.parts),
         parts=None if plain else blocks,
+        order=order,
     )
+
+
+def _operands(
+    engine: Engine, blocks: tuple[int, ...], order: Order, parts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what this worker contributes to a sum: its replicas one by one, or the sums of its largest subtrees."""
+    if order != "tree":
+        return list(parts)
+    begin = sum(blocks[: engine.rank])
+    found: list[torch.Tensor] = []
+    for part, merges in zip(parts, count_merges(range(begin, begin + len(parts)), sum(blocks)), strict=True):
+        found.append(part)
+        for _ in range(merges):
+            right = found.pop()
+            found[-1].add_(right)
+    return found

@@ -30,6 +30,7 @@ def join(
     sync: str = "fifo",
     slice_bytes: int | None = None,
     in_flight_bytes: int | None = None,
+    gradients: str = "device",
     blocks: Blocks | None = None,
     seed: int | None = None,
     policies: Sequence[Policy] = (),
@@ -56,6 +57,9 @@ def join(
             for it to help. ("slicing" and "baseline" exist for comparison.)
         slice_bytes: the largest slice of a gradient with priority. If None, it is tuned while running.
         in_flight_bytes: how much may be in the network at once. If None, it is tuned while running.
+        gradients: where a worker with several replicas keeps their gradients between turns. "device": on the GPU, which
+            is fast; it needs memory for up to log2(N) + 1 sets of gradients with order="tree", and for N with "ddp".
+            "host": in host memory, so that a GPU needs no more memory for many replicas than for one.
         blocks: a function from the number of workers to the number of replicas on each; even blocks by default.
         seed: seed all random generators of replica r with seed + r after the model was built. If None, all replicas
             start with the random state of the program, as in a DDP script with one seed.
@@ -82,6 +86,8 @@ def join(
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
     if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int) or verify < 0):
         raise ConfigError(f"verify={verify!r}: use a number of steps, or 0 for never")
+    if gradients not in ("device", "host"):
+        raise ConfigError(f"gradients={gradients!r}: use 'device' or 'host'")
     if seed is not None:
         seed = whole_number(f"seed={seed!r}", seed)
     if blocks is not None and not callable(blocks):
@@ -104,8 +110,9 @@ def join(
         slice_bytes,
         in_flight_bytes,
         adaptation_settings(spec, policies, monitor or {}, record, replay),
-        EVERY if verify is None else verify,
-        allowed,
+        verify=EVERY if verify is None else verify,
+        gradients=gradients,
+        allow=allowed,
         order=_order(order, spec),
     )
     job = Job(spec, settings)

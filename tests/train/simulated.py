@@ -26,8 +26,10 @@ from unittest import mock
 import torch
 
 from pliant.cluster import Membership, View, Worker
+from pliant.comm import order
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
+from pliant.comm.plan import Portion
 from pliant.comm.telemetry import TimedBytes
 from pliant.comm.topology import Strategy
 from pliant.elastic.member import Member
@@ -124,6 +126,8 @@ class Part:
     operands: Sequence[torch.Tensor]
     likeness: tuple[Any, ...]
     """What must be the same on all ranks."""
+    portion: Portion | None = None
+    """Of which tensor it is a part; None if it is a whole one."""
 
 
 @dataclass(eq=False)
@@ -163,8 +167,10 @@ class Collective:
             if self.kind == "all_gather":
                 first = self.parts[self.ranks[0]].target
                 self.result = torch.stack(operands).view(len(self.ranks), *first.shape)
+            elif self.op == "sum":
+                self.result = sum_as_ddp(operands, self.parts[self.ranks[0]].portion)
             else:
-                fold = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.op]
+                fold = {"max": torch.maximum, "min": torch.minimum}[self.op]
                 self.result = functools.reduce(fold, operands[1:], operands[0].clone())
 
     def end(self, rank: int) -> None:
@@ -188,6 +194,17 @@ class Collective:
         if self.kind in ("all_reduce", "reduce") and part.target.is_floating_point():
             part.target.detach().fill_(torch.nan)
         part.handle.fail(error)
+
+
+def sum_as_ddp(operands: Sequence[torch.Tensor], portion: Portion | None) -> torch.Tensor:
+    """Sum in the order that a worker with all replicas has, too."""
+    total, count = operands[0].clone(), len(operands)
+    whole, first = (portion.whole, portion.begin) if portion is not None else (len(total), 0)
+    length = order.chunk_length(whole, total.element_size(), count)
+    for begin, end, chunk in order.chunks_between(first, first + len(total), length):
+        values = [operands[replica][begin - first : end - first] for replica in order.chain(chunk, count)]
+        total[begin - first : end - first] = functools.reduce(torch.add, values)
+    return total
 
 
 @dataclass(eq=False)
@@ -294,10 +311,18 @@ class SimulatedEngine(Engine):
     # --- collectives ---
 
     def all_reduce(  # type: ignore[override]
-        self, name: str, tensor: Any, *, op: str = "sum", ranks: Any = None, contributions: Any = None, **_: Any
+        self,
+        name: str,
+        tensor: Any,
+        *,
+        op: str = "sum",
+        ranks: Any = None,
+        contributions: Any = None,
+        portion: Portion | None = None,
+        **_: Any,
     ) -> Handle:
         operands = [tensor] if contributions is None else contributions
-        return self._submit("all_reduce", name, tensor, operands, op, ranks, -1)
+        return self._submit("all_reduce", name, tensor, operands, op, ranks, -1, portion)
 
     def reduce(self, name: str, tensor: Any, root: int = 0, *, op: str = "sum", ranks: Any = None, **_: Any) -> Handle:  # type: ignore[override]
         return self._submit("reduce", name, tensor, [tensor], op, ranks, root)
@@ -326,13 +351,14 @@ class SimulatedEngine(Engine):
         op: str,
         ranks: Any,
         root: int,
+        portion: Portion | None = None,
     ) -> Handle:
         world, network = self.actor.world, self.network
         members = tuple(ranks) if ranks is not None else tuple(range(self.size))
         handle = self._handle(name)
         number, self._counts[name] = self._counts[name], self._counts[name] + 1
         likeness = kind, op, root, members, tensor.numel(), tensor.dtype
-        part = Part(self.rank, handle, tensor, operands, likeness)
+        part = Part(self.rank, handle, tensor, operands, likeness, portion)
         if self.ended is not None:
             handle.fail(self.ended)
         else:

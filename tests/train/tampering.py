@@ -18,6 +18,7 @@ from pliant.comm.reactor import ReactorCall
 from pliant.train import gradients, step_batches
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
+from pliant.train.gradient_folds import SetAdder
 from pliant.train.gradients import GradientReducer
 from pliant.train.pending import UndoLog
 from pliant.train.replicas import ReplicaSwitch, Tensors
@@ -84,7 +85,13 @@ def division() -> Tampering:
         def mul(gradient: torch.Tensor, factor: float, *, out: torch.Tensor) -> None:
             torch.div(gradient, round(1 / factor), out=out)
 
-    return mock.patch.object(gradients, "torch", Torch())
+    def scale(self: SetAdder, target: list[torch.Tensor], factor: float) -> None:
+        torch._foreach_div_(target, round(1 / factor))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(gradients, "torch", Torch()))
+    stack.enter_context(mock.patch.object(SetAdder, "scale", scale))
+    return stack
 
 
 def ascending_fold() -> Tampering:

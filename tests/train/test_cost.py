@@ -1,8 +1,7 @@
-"""What a step costs does not depend on how many replicas a worker hosts: one sum per bucket, one pool of loaders."""
+"""What a step costs does not depend on how many replicas a worker hosts: one hook, nothing to send, one pool of loaders."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -24,13 +23,16 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.full((16,), float(index)), torch.tensor(index % 2)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[tuple[int | None, str]] = []
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_a_worker_that_hosts_all_replicas_sends_nothing_and_has_one_hook(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[str] = []
+    hooks: list[list[int]] = []
     original = Engine.all_reduce
 
     def counted(engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
-        sums.append((job.replica, name))
+        sums.append(name)
         return original(engine, name, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "all_reduce", counted)
@@ -38,21 +40,21 @@ def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, mon
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
         model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), 0.1), bucket_cap_mb=0.01)
         loader = job.loader(Rows(), batch_size=4, num_workers=2)
-        seen: list[Counter[str]] = []
         for _ in job.epochs(1):
             for step in loader:
+                hooks.append([])
                 for x, y in step:
                     functional.cross_entropy(model(x), y).backward()
+                    hooks[-1].append(sum(len(p._post_accumulate_grad_hooks or ()) for p in net.parameters()))
+                    assert all((p.grad is None) == (replicas > 1) for p in net.parameters())
+                assert all(p.grad is not None for p in net.parameters())
                 optimizer.step()
                 optimizer.zero_grad()
-                seen.append(Counter(name for _, name in sums))
-                assert {replica for replica, _ in sums} == {replicas - 1}, "only the last turn has something to send"
-                sums.clear()
                 assert len(job._trainer.feeder.pids) == 2, "one pool, whatever the number of replicas"
-        first, *others = seen
-        assert set(first.values()) == {1}
-        assert len(first) == 1, "L1 is one bucket"
-        assert all(set(each.values()) == {1} and len(each) == 2 for each in others), "L2, each bucket once"
+    assert sums == []
+    first, *others = hooks
+    assert first == [1] if replicas == 1 else [6] + [1] * (replicas - 1), "the order of replica 0's gradients is found"
+    assert all(each == [1] * replicas for each in others)
 
 
 @pytest.mark.parametrize("ok", [True, False])
