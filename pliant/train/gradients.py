@@ -774,7 +774,7 @@ def sum_unit(engine: Engine, blocks: tuple[int, ...], order: Order, config: Sync
     if config.mode == "baseline":
         if not plain:
             raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
-        return notify_pull.all_reduce(engine, unit.name, unit.total, unit.portion)
+        return notify_pull.all_reduce(engine, unit.name, unit.total, unit.portion, order)
     return engine.all_reduce(
         unit.name,
         unit.total,

@@ -14,15 +14,15 @@ import torch
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.comm.order import even_partition
+from pliant.comm.order import Order, even_partition
 from pliant.comm.plan import Portion
 from pliant.errors import CommError
 
 
-def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion) -> Handle:
+def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion, order: Order) -> Handle:
     """Sum `tensor`, a part of a larger one, over all ranks, in place; its slices are the parts."""
     owners = [_owner(engine, lane) for lane in portion.lanes]
-    sum_of_all = _Sum(engine, name, tensor, owners)
+    sum_of_all = _Sum(engine, name, tensor, owners, order)
     for part, (begin, end) in enumerate(sum_of_all.ranges):
         sum_of_all.push(part, Portion(portion.whole, portion.begin + begin, (0,)), tensor[begin:end])
     return sum_of_all.handle
@@ -35,17 +35,17 @@ def _owner(engine: Engine, lane: int) -> int:
 class _Sum:
     """One array on its way. The engine's thread calls its methods, too."""
 
-    def __init__(self, engine: Engine, name: str, tensor: torch.Tensor, owners: list[int]) -> None:
+    def __init__(self, engine: Engine, name: str, tensor: torch.Tensor, owners: list[int], order: Order) -> None:
         self.handle = Handle(name, engine, owners[0])
         self.ranges = even_partition(len(tensor), len(owners))
         self._engine, self._name, self._tensor, self._owners = engine, name, tensor, owners
-        self._lock = threading.Lock()
+        self._order, self._lock = order, threading.Lock()
         self._to_notify = self._to_pull = len(owners)
 
     def push(self, part: int, portion: Portion, piece: torch.Tensor) -> None:
         """Send this rank's operand to the part's owner."""
         engine, owner = self._engine, self._owners[part]
-        pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion, prompt=True)
+        pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion, prompt=True, order=self._order)
         if engine.rank == owner:
             pushed.add_done_callback(partial(self._summed, part, pushed))
         else:

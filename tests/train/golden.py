@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from gang import run
 from programs import OWN_DATA, PROGRAMS, Program, build, digest, may_have_children, one_batch, seed_all
@@ -36,15 +37,19 @@ class Step:
     """By rank: which ones it was computed from."""
 
 
+TREE = "tree:"
+"""Before the name of a program: DDP adds in the order of the tree."""
 Run = tuple[str, int, tuple[int, ...]]
 """A program, its epochs, and before which steps DDP is wrapped anew, as after a restart."""
 RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 
 OTHERS = ("conv-loaders", "conv-long", "dawdling", "dawdling-long", *OWN_DATA)
 """Programs of tests with other numbers of replicas or epochs."""
+IN_TREE = ("conv", "accumulating", "unused", "channels-last", "bfloat16", "kept-gradients", "two-passes", "skipping")
+"""Programs that are run in the order of the tree as well."""
 TOGETHER: dict[int, list[Run]] = {
     2: [("conv", 2, ())],
-    3: [(name, 2, ()) for name in PROGRAMS if name not in OTHERS],
+    3: [*((name, 2, ()) for name in PROGRAMS if name not in OTHERS), *((TREE + name, 2, ()) for name in IN_TREE)],
     4: [
         ("conv", 4, ()),
         ("adamw", 3, ()),
@@ -54,7 +59,7 @@ TOGETHER: dict[int, list[Run]] = {
         ("transformer", 3, ()),
         ("conv", 2, (7,)),
     ],
-    6: [("conv", 3, ())],
+    6: [("conv", 3, ()), (TREE + "conv", 3, ())],
 }
 """By N: what is run in one go as soon as some of it is asked for."""
 KEPT: list[DistributedDataParallel] = []
@@ -124,13 +129,13 @@ def _train(
 
 def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankSteps:
     steps: RankSteps = []
-    program = build(name)
+    program = build(name.removeprefix(TREE))
     if callable(program.dataset):  # a stream for each rank
         loader = DataLoader(program.dataset(rank), **program.loading)
     else:
         order = {} if "sampler" in program.loading else {"sampler": DistributedSampler(program.dataset)}
         loader = DataLoader(program.dataset, **order, **program.loading)
-    model = _wrapped(program)
+    model = _wrapped(program, in_tree=name.startswith(TREE))
     if program.seed is not None:
         seed_all(program.seed + rank)
     for epoch in range(epochs):
@@ -146,7 +151,7 @@ def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankS
         for index, batch in enumerate(loader):
             if not losses and len(steps) in restarts:
                 del model  # its hooks go with it
-                model = _wrapped(program)
+                model = _wrapped(program, in_tree=name.startswith(TREE))
             is_over = index == program.stops_at or one_batch(program, model, batch, model.no_sync, note, index)
             if is_over:
                 state = digest(program, program.model.buffers()) if rank == 0 else ""
@@ -159,5 +164,28 @@ def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankS
     return steps
 
 
-def _wrapped(program: Program) -> DistributedDataParallel:
-    return DistributedDataParallel(program.model, forward_sync_buffers=program.sync_buffers, **program.wrapping)
+def _wrapped(program: Program, *, in_tree: bool) -> DistributedDataParallel:
+    model = DistributedDataParallel(program.model, forward_sync_buffers=program.sync_buffers, **program.wrapping)
+    if in_tree:
+        model.register_comm_hook(None, _sum_in_tree)
+    return model
+
+
+def _sum_in_tree(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket in the order of the balanced binary tree, by its definition."""
+    own = torch.mul(bucket.buffer(), 1 / dist.get_world_size())
+    values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, own)
+
+    def add(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        left = 1
+        while left * 2 < len(values):
+            left *= 2
+        return add(values[:left]) + add(values[left:]) if len(values) > 1 else values[0]
+
+    found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    found.set_result(add(values))
+    return found
+
+
+_sum_in_tree.__annotations__ = {"bucket": dist.GradBucket}  # DDP checks the types, not their names

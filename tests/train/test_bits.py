@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from gang import FULL, Failed, gang
+from golden import IN_TREE, TREE, golden
 from stage import new_workers, run_fixed, spec_of, view_of
-from subject import Task, compare_all, train
+from subject import Task, compare, compare_all, differing, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -66,6 +67,24 @@ VARIANTS = (
 def test_what_programs_do_beyond_the_plain_loop(size: int, tmp_path: Path) -> None:
     tasks = [Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name)) for name in VARIANTS]
     compare_all(tasks, run_fixed(tasks, size))
+
+
+@pytest.mark.parametrize("blocks", [(6,), (4, 2), (1, 2, 3)], ids=str)
+def test_any_placement_adds_in_the_tree(blocks: tuple[int, ...], tmp_path: Path) -> None:
+    journal, order = str(tmp_path / "journal"), {"order": "tree"}
+    task = Task(program="conv", replicas=6, epochs=3, journal=journal, blocks=blocks, adapting=order)
+    [found] = run_fixed([task], len(blocks))
+    compare(found, golden(TREE + "conv", 6, 3))
+    assert differing(found, golden("conv", 6, 3)), "the orders cannot be told apart"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_programs_add_in_the_tree(size: int, tmp_path: Path) -> None:
+    tasks = [
+        Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name), adapting={"order": "tree"})
+        for name in IN_TREE
+    ]
+    compare_all(tasks, run_fixed(tasks, size), {name: TREE + name for name in IN_TREE})
 
 
 def test_a_turn_without_backward_is_the_same_error_on_every_worker(tmp_path: Path) -> None:
