@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from pliant.comm import order
-from pliant.train.buckets import BucketLayout, in_memory_order, is_dense, parameter_views
+from pliant.train.bucket_layout import BucketLayout, in_memory_order, is_dense, parameter_views
 
 GradientSet = list[torch.Tensor]
 """One tensor for each parameter."""

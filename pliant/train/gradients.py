@@ -26,21 +26,17 @@ from pliant.comm.handle import Handle
 from pliant.comm.order import Order
 from pliant.errors import TrainError, Unsliceable
 from pliant.train import notify_pull
+from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
 from pliant.train.buckets import (
     FIRST_PRIORITY,
     Bucket,
-    BucketItem,
-    BucketLayout,
     DeviceCopier,
     GradientSlot,
     UnitBuffer,
     allocate_buckets,
     cut_unit_buffers,
-    first_layout,
     flatten_gradients,
     gradient_slots,
-    in_memory_order,
-    rebuilt_layout,
     unflatten_sum,
 )
 from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, count_merges, make_fold

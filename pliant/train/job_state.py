@@ -10,7 +10,7 @@ import torch
 
 from pliant.errors import TrainError
 from pliant.train.adaptation import Adaptation
-from pliant.train.buckets import BucketLayout
+from pliant.train.bucket_layout import BucketLayout
 from pliant.train.context import ReplicaContext, upgrade_context
 from pliant.train.events import Progress
 from pliant.train.gradients import GradientReducer

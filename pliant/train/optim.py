@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, ConfigError, Unsliceable
-from pliant.train.buckets import BucketItem, first_layout
+from pliant.train.bucket_layout import BucketItem, first_layout
 
 if TYPE_CHECKING:
     from pliant.train.gradients import GradientReducer

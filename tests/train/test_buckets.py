@@ -11,14 +11,13 @@ import pytest
 from pliant_repro.profiles import tensor_sizes
 
 from pliant.comm.plan import cut_portion
+from pliant.train.bucket_layout import BucketItem, rebuilt_layout
 from pliant.train.buckets import (
     MAX_SLICES,
     MIN_SLICE_BYTES,
-    BucketItem,
     SyncUnit,
     cut_units,
     layer_units,
-    rebuilt_layout,
 )
 
 KIB = 1 << 10

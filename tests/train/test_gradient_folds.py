@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from pliant.comm import order
 from pliant.train import gradient_folds
-from pliant.train.buckets import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
+from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
 from pliant.train.determinism import fold as fold_by_formula
 from pliant.train.gradient_folds import GradientFold, SetAdder, count_merges, make_fold
 
