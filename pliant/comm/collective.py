@@ -293,6 +293,7 @@ class Collectives:
         self.rank = rank
         self.peers = Peers(view, rank)
         self.memory_map = SharedMemoryMap(memory, self.peers)
+        self._memory = memory
         self.specs = SpecRegistry(view.number)
         by_key: dict[int, Operation] = {}
         self._buffers = ReceiveBuffers(memory, self.specs, by_key)
@@ -309,6 +310,11 @@ class Collectives:
         """Links to workers that peers have reported lost."""
         self._torn: Exception | None = None
         self._torn_callbacks: list[Callable[[Exception], None]] = []
+
+    def release_unused(self) -> None:
+        """Give memory back to the system that only earlier collectives used."""
+        self._buffers.drop_spare()
+        self._memory.trim()
 
     # --- submissions ---
 

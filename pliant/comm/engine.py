@@ -117,6 +117,10 @@ class Engine:
         """Return an uninitialised tensor in memory that the workers of this host share: collectives on it copy nothing."""
         return self._transport.empty(shape, dtype)
 
+    def release_unused(self) -> None:
+        """Give memory back to the system that only earlier collectives used. Not if memory is pinned. Thread-safe."""
+        self._reactor.post(ReactorCall(self._collectives.release_unused))
+
     def pin(self, tensor: torch.Tensor) -> None:
         """Pin the memory of a tensor from `empty`, so that copies between it and a GPU are fast."""
         self._transport.cuda_staging().pin(tensor)

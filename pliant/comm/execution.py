@@ -166,11 +166,14 @@ class ReceiveBuffers:
             if key in self._spare:
                 continue  # two collectives of one name were under way at once
             if self._spare_bytes + key[3] > MAX_BUFFER_BYTES:
-                # Most likely the slices had another size before: start afresh.
-                self._spare.clear()
-                self._spare_bytes = 0
+                self.drop_spare()  # most likely the slices had another size before
             self._spare[key] = buffer
             self._spare_bytes += key[3]
+
+    def drop_spare(self) -> None:
+        """Free the buffers that are not in use."""
+        self._spare.clear()
+        self._spare_bytes = 0
 
     def drop_peer(self, rank: int) -> None:
         """Forget the fragments of a peer from which nothing more will come."""

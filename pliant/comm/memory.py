@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 ARENA_BYTES = 64 << 20
+PAGE_BYTES = mmap.PAGESIZE
 
 
 # --- shared memory ---
@@ -92,6 +93,18 @@ class SharedMemory:
         if address + tensor.nbytes > begin + self.arenas[arena].size:
             return None
         return arena, address - begin
+
+    def trim(self) -> None:
+        """Give the pages of free places back to the system; they are zero when they are used again.
+
+        Not for memory that is pinned for a GPU, which would not see the new pages.
+        """
+        with self._lock:
+            for size, places in self._free.items():
+                for arena, offset in places:
+                    begin, end = -(-offset // PAGE_BYTES) * PAGE_BYTES, (offset + size) // PAGE_BYTES * PAGE_BYTES
+                    if begin < end:
+                        self.arenas[arena].memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:
         for arena in self.arenas:

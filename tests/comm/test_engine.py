@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -372,6 +373,33 @@ def test_wrong_calls_are_refused_at_once(call: Callable[[Engine], object], reaso
 
 def contribute(engine: Engine, *tensors: torch.Tensor) -> None:
     engine.all_reduce("g", torch.empty(4), contributions=tensors)
+
+
+def test_memory_of_earlier_collectives_is_given_back() -> None:
+    """And what is still in use keeps its values, also for peers of this host that have mapped it."""
+    length = 3_000_000
+
+    def resident() -> int:
+        found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line[:9] == "RssShmem:")
+        return int(found.split()[1]) << 10
+
+    with loopback_engines("AAB", QUICK) as ranks:
+        kept = [engine.empty(length) for engine in ranks]
+        gone = [engine.empty(length).fill_(1.0) for engine in ranks]
+        on_all(ranks, lambda engine: engine.all_reduce("gone", gone[engine.rank]).wait())
+        on_all(ranks, lambda engine: engine.all_reduce("kept", kept[engine.rank].fill_(engine.rank + 1.0)).wait())
+        before = resident()
+        gone.clear()
+        for engine in ranks:
+            engine.release_unused()
+        on_all(ranks, lambda engine: engine.barrier())
+        assert before - resident() > 3 * 4 * length * 0.9
+        assert all(bool((tensor == 6.0).all()) for tensor in kept)
+        on_all(ranks, lambda engine: engine.all_reduce("kept", kept[engine.rank]).wait())
+        assert all(bool((tensor == 18.0).all()) for tensor in kept)
+        again = [engine.empty(length).fill_(2.0) for engine in ranks]
+        on_all(ranks, lambda engine: engine.all_reduce("again", again[engine.rank]).wait())
+        assert all(bool((tensor == 6.0).all()) for tensor in again)
 
 
 def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:

@@ -41,7 +41,7 @@ class OrdersOptions:
     num_workers: int = 4
     replicas: int = 16
     model: str = "resnet18"
-    batch: int = 1
+    batch: int = 2
     size: int = 32
     steps: int = 4
 

@@ -120,7 +120,7 @@ def orders(
     np: Annotated[int, typer.Option("-np", "--np", help="Workers, each with a host of its own.")] = 4,
     replicas: Annotated[int, typer.Option("--replicas", help="N, the replicas of the job.")] = 16,
     model: TrainedModel = "resnet18",
-    batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 2,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
     steps: Annotated[int, typer.Option("--steps", help="Steps that are counted.")] = 4,
     json_file: JsonFile = None,
