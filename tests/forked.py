@@ -1,8 +1,9 @@
 """Python programs in forks of a process that has imported torch: as `subprocess.Popen` would start them, 3 s sooner.
 
-`Program` starts one, such as `[pliant, "run", ...]`. Whatever it starts with `subprocess` is forked from it in turn, if it is
-this Python: a runner's workers, its warm process, the runs of `pliant check`. The tests of the launcher, the examples and the
-demo start real ones.
+`Program` starts one, such as `[pliant, "run", ...]`, and `call` calls a function that starts some. Whatever they start with
+`subprocess` is forked from them in turn, if it is this Python: a runner's workers, its warm process, the runs of
+`pliant check`. The tests of the launcher and the examples start real ones. The kernel's record of a process (/proc/PID/environ)
+is that of the fork server: who looks for processes by their environment finds none of these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import inspect
 import logging
 import multiprocessing.util
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,11 +22,13 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import gang
 from gang import _context
 
 from pliant.child import die_with
@@ -37,10 +39,15 @@ PLIANT = str(Path(sys.executable).with_name("pliant"))
 class Program:
     """A program in a process of its own, with the methods of a Popen that tests use. Its output is text."""
 
-    def __init__(self, argv: Sequence[object], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[object], *, cwd: Path, env: Mapping[str, str] | None = None, stderr: Path | None = None
+    ) -> None:
+        """`stderr` is a file to which it is appended; None: a pipe."""
         pipes = [_context.Pipe(duplex=False) for _ in range(2)]
         words, environ = [str(word) for word in argv], dict(os.environ if env is None else env)
-        self._process = _context.Process(target=_start, args=(words, str(cwd), environ, *(write for _, write in pipes)))
+        self._process = _context.Process(
+            target=_start, args=(words, str(cwd), environ, stderr, *(write for _, write in pipes))
+        )
         self._process.start()
         self.pid = int(self._process.pid or 0)
         for _, write in pipes:
@@ -65,19 +72,14 @@ class Program:
     def communicate(self, timeout: float) -> tuple[str, str]:
         """All that is left of its output, once it has ended."""
         deadline_s = time.monotonic() + timeout
-        left = {pipe.fileno(): b"" for pipe in (self.stdout, self.stderr)}
-        unread = set(left)
-        while unread:
-            ready = select.select(list(unread), [], [], max(0.0, deadline_s - time.monotonic()))[0]
-            if not ready:
+        with ThreadPoolExecutor(2) as readers:
+            reading = [readers.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
+            _, unread = wait(reading, timeout)
+            if unread:
+                self.kill()  # so that the readers come to an end
                 raise TimeoutError(f"{self.pid} holds its output open after {timeout:g} s")
-            for pipe in ready:
-                data = os.read(pipe, 1 << 16)
-                left[pipe] += data
-                if not data:
-                    unread.remove(pipe)
         self.wait(max(0.1, deadline_s - time.monotonic()))
-        stdout, stderr = (text.decode() for text in left.values())
+        stdout, stderr = (each.result() for each in reading)
         return stdout, stderr
 
     def send_signal(self, signum: int) -> None:
@@ -110,17 +112,40 @@ def run(
         return subprocess.CompletedProcess([str(word) for word in argv], program.wait(5), stdout, stderr)
 
 
+def call(function: Callable[..., Any], *arguments: Any, timeout: float = 100) -> Any:
+    """What a function of a module returns, called in a process that forks the programs that it starts."""
+    return gang.run(_call, 1, function, *arguments, timeout_s=timeout)[0]
+
+
 # --- in the forked process ---
 
+_ROOT = Path(__file__).resolve().parents[1]
+_exec_file = os.execvp
 
-def _start(argv: list[str], cwd: str, environ: dict[str, str], stdout: Connection, stderr: Connection) -> None:
+
+def _start(
+    argv: list[str], cwd: str, environ: dict[str, str], log: Path | None, stdout: Connection, stderr: Connection
+) -> None:
     die_with(os.getppid())
     os.chdir(cwd)
     null = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, standard in ((null, 0), (stdout.fileno(), 1), (stderr.fileno(), 2)):
+    errors = stderr.fileno() if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor, standard in ((null, 0), (stdout.fileno(), 1), (errors, 2)):
         os.dup2(descriptor, standard)
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    stdout.close()
+    stderr.close()
+    fork_programs()
     become(argv, environ)
+
+
+def _call(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    fork_programs()
+    return function(*arguments)
+
+
+def fork_programs() -> None:
+    """In a forked process: let it, and all that it starts, fork Python programs."""
+    subprocess.Popen, os.execvp = ForkingPopen, _exec  # type: ignore[misc, assignment]
 
 
 class ForkingPopen(subprocess.Popen[Any]):
@@ -150,8 +175,16 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 def _is_ours(argv: Sequence[str]) -> bool:
-    """Whether the command is this Python without options that a fork cannot have, or a script of its folder."""
-    return argv[0] == PLIANT or (argv[0] == sys.executable and argv[1] not in ("-I", "-S", "-E", "-X"))
+    """Whether the command is a program for this Python."""
+    return argv[0] == PLIANT or (argv[0] == sys.executable and len(argv) > 1)
+
+
+def _exec(file: str, argv: Sequence[str]) -> None:
+    """As os.execvp."""
+    if not _is_ours(argv):
+        _exec_file(file, argv)
+    _close_descriptors([number for number in _descriptors() if os.get_inheritable(number)])
+    become(argv, dict(os.environ))
 
 
 def _take_descriptors(wanted: Sequence[int], kept: Sequence[int]) -> None:
@@ -160,12 +193,20 @@ def _take_descriptors(wanted: Sequence[int], kept: Sequence[int]) -> None:
     for standard, descriptor in enumerate(moved):
         if descriptor != -1:
             os.dup2(descriptor, standard)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
+    _close_descriptors(kept)
     for each in kept:
         os.set_inheritable(each, True)
+
+
+def _descriptors() -> list[int]:
+    found = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in found if number > 2 and os.path.exists(f"/proc/self/fd/{number}")]
+
+
+def _close_descriptors(kept: Sequence[int]) -> None:
+    for number in set(_descriptors()) - set(kept):
+        with contextlib.suppress(OSError):
+            os.close(number)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
@@ -190,7 +231,9 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-    words = [word for word in argv[argv[0] == sys.executable :] if word not in ("-u", "-B")]
+    words = list(argv[argv[0] == sys.executable :])
+    while words[0] in ("-u", "-B", "-I", "-S"):
+        del words[0]
     sys.path[:] = _path(environ)
     code: object = 0
     try:
@@ -221,7 +264,8 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 def _path(environ: Mapping[str, str]) -> list[str]:
-    """The search path of a new interpreter: without what tests have put there."""
+    """The search path of a new interpreter: without what tests and programs have put there."""
     given = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    tests = str(Path(__file__).parent)
-    return [*given, *(place for place in sys.path if place and not place.startswith(tests) and place not in given)]
+    installed = (sys.base_prefix, sys.prefix)
+    ours = [place for place in sys.path if place.startswith(installed) or place in (str(_ROOT), str(_ROOT / "repro"))]
+    return [*given, *(place for place in dict.fromkeys(ours) if place not in given)]

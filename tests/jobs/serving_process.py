@@ -6,13 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forked
 from patience import until
 
 from pliant.elastic.client import ConfigClient
@@ -21,7 +20,6 @@ from pliant.jobs.schema import job_from_json
 from pliant.jobs.status import JobStatus
 from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state
 
-MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = Path(__file__).with_name("train_program.py")
 
 
@@ -31,21 +29,13 @@ class Serving:
     def __init__(self, state: Path, *flags: str) -> None:
         self.state = state
         self._flags = flags
-        self._process: subprocess.Popen[str] | None = None
+        self._process: forked.Program | None = None
         self.client: JobsClient
 
     def start(self) -> None:
-        log = self.state.with_suffix(".log").open("a")
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
-        self._process = subprocess.Popen(
-            [*MAIN, "serve", "--state", str(self.state), "--port", "0", *self._flags],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        log.close()
-        assert self._process.stdout is not None
+        words = [forked.PLIANT, "serve", "--state", self.state, "--port", "0", *self._flags]
+        self._process = forked.Program(words, cwd=Path.cwd(), env=environ, stderr=self.state.with_suffix(".log"))
         line = self._process.stdout.readline()
         assert line.startswith("pliant serve at http://127.0.0.1:"), self.log
         self.client = JobsClient(find_server(state=str(self.state), environ={}))

@@ -13,9 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from patience import open_gate, until
-from serving_process import MAIN, serving
+from serving_process import serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -98,7 +99,7 @@ for _ in $(seq 6000); do [ -e "$1" ] && exit 3; sleep 0.01; done
 
 
 def pliant(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=60)
+    return forked.run([forked.PLIANT, *arguments], cwd=Path.cwd(), timeout=60)
 
 
 @pytest.mark.processes
