@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import forked
 import pytest
 import torch
 from gang import FULL
@@ -204,14 +206,18 @@ def test_the_commands_are_there_without_torch() -> None:
 # The real ones
 
 
-@pytest.mark.processes
-def test_a_real_job_is_resized_and_loses_a_worker() -> None:
-    options = ElasticOptions(num_workers=2, small=1, repeat=1, after=3, model="small", batch=2, size=16)
+def _change_a_job(options: ElasticOptions) -> Any:
     shrink, grow, losses, events = resize.Changes(), resize.Changes(), resize.Recoveries(), list[Event]()
     with ElasticJob(options) as job:
         resize.resize_repeatedly(job, shrink, grow, events, lambda what, fraction: None)
         resize.kill_repeatedly(job, losses, lambda what, fraction: None)
-        reports = list(job.reports)
+        return shrink, grow, losses, events, list(job.reports)
+
+
+@pytest.mark.processes
+def test_a_real_job_is_resized_and_loses_a_worker() -> None:
+    options = ElasticOptions(num_workers=2, small=1, repeat=1, after=3, model="small", batch=2, size=16)
+    shrink, grow, losses, events, reports = forked.call(_change_a_job, options)
     resized = resize.resize_result(options, {}, shrink, grow, events, reports)
     assert [len(each.pause_s) for each in (shrink, grow)] == [1, 1]
     assert 0 < shrink.pause_s[0] <= shrink.to_next_batch_s[0] < shrink.request_to_switch_s[0]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from gang import run
 from pliant_repro.figures.demo import REPLICAS, SEED, Demo, DemoOptions, Verdict, compare
@@ -71,13 +72,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON result of a real demo."""
     folder = tmp_path_factory.mktemp("demo")
-    demo = start(folder, "--epochs", "5", "--pace", "0.09", "--json", "demo.json")
-    output, _ = demo.communicate(timeout=DEADLINE_S)
-    left = running(folder)
-    assert demo.returncode == 0, output
-    assert "bit-identical: yes" in output
+    words = [forked.PLIANT, "demo", "--epochs", "5", "--pace", "0.09", "--json", "demo.json"]
+    demo = forked.run(words, cwd=folder, env={**os.environ, "COLUMNS": "140"}, timeout=DEADLINE_S)
+    assert demo.returncode == 0, demo
+    assert "bit-identical: yes" in demo.stdout
     assert (folder / "pliant-demo.png").read_bytes().startswith(b"\x89PNG")
-    assert not left
     return json.loads((folder / "demo.json").read_text())  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import forked
 import gang
 import pytest
 from pliant_repro.figures.figure import Options
@@ -129,7 +130,7 @@ def test_results_are_shown_and_drawn(number: int, tmp_path: Path) -> None:
 def test_the_program_of_fig4_has_the_same_batches_on_all_workers(tmp_path: Path) -> None:
     data = save_digits(tmp_path / "digits.npz")
     task = Task(model="small-net", replicas=4, evaluate=True, data=data, batch=8, epochs=3, lr=0.03)
-    log = AdaptiveBatch().train("adaptive", 1, task)
+    log = forked.call(AdaptiveBatch().train, "adaptive", 1, task)
     assert len(log.turns) == 2
     cell = AdaptiveBatch().cell("adaptive", 1, log)
     assert cell["faults"] == []
@@ -142,7 +143,7 @@ def test_the_program_of_fig6_takes_back_a_worker_that_finds_no_device() -> None:
     task = Task(
         model="bert-squad", paced_s=0.08, devices=1, batch=2, image_size=16, provision=(2, 6, Provisioning.alpha)
     )
-    rows = Provisioning.train(task, 1, 2)
+    rows = forked.call(Provisioning.train, task, 1, 2)
     assert [size for size, _ in groupby(size for _, size, _ in rows)] == [1, 2, 1]
     assert all(rate < 2.2 / 0.08 for _, _, rate in rows)
 
