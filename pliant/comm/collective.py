@@ -2,14 +2,14 @@
 
 It is message-driven: a step of a plan is taken when its operands are there. Nobody waits for a global order, and there
 is no coordinator. It runs on one thread, which `comm.reactor` owns, and never blocks. It lives as long as its view;
-memory, links and stored tensors belong to the transport and outlive it.
+memory, links and lent tensors belong to the transport and outlive it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,16 +29,15 @@ from pliant.comm.frames import (
     unpack_places,
 )
 from pliant.comm.kernels import dtype_of
-from pliant.comm.memory import OperandBuffer, SharedMemory, Span, TensorStore
+from pliant.comm.lending import ByteRun, Lending, OnEnd, TensorRequests
+from pliant.comm.memory import OperandBuffer, Span
 from pliant.comm.operations import ARRIVED, Operation
 from pliant.comm.peers import (
     OnPong,
-    OnResponse,
     Peers,
     Pings,
     SharedMemoryMap,
     SpecRegistry,
-    TensorRequests,
 )
 from pliant.comm.plan import SliceStep, Spec
 from pliant.errors import CommError, Mismatch
@@ -288,7 +287,8 @@ class Collectives:
     used again.
     """
 
-    def __init__(self, view: View, rank: int, memory: SharedMemory, store: TensorStore) -> None:
+    def __init__(self, view: View, rank: int, lending: Lending) -> None:
+        memory = lending.memory
         self.view = view
         self.rank = rank
         self.peers = Peers(view, rank)
@@ -300,7 +300,7 @@ class Collectives:
         self.operations = OpenOperations(self.peers, by_key, self._buffers)
         self.executor = SliceExecutor(self.peers, self.memory_map, self.specs, self.operations)
         self._matcher = FrameMatcher(self.peers, self.specs, self.memory_map, self.operations, self.executor)
-        self._requests = TensorRequests(self.peers, store)
+        self._requests = TensorRequests(self.peers, lending, self.memory_map)
         self.pings = Pings(self.peers)
         self.runnable = self.executor.runnable
         """The steps that can be taken now."""
@@ -345,12 +345,12 @@ class Collectives:
             self.runnable.push(operation.priority, (operation, index))
         matcher.replay_early(operation)
 
-    def request(self, rank: int, name: str, out: torch.Tensor, on_response: OnResponse) -> None:
-        """Fetch what a rank has stored into the flat CPU tensor `out`."""
+    def fetch(self, ranks: Sequence[int], name: str, target: ByteRun, on_end: OnEnd) -> None:
+        """Fetch what these ranks lend under a name into `target`."""
         if self.ended is not None:
-            on_response(self.ended)
+            on_end(self.ended)
         else:
-            self._requests.request(rank, name, out, on_response)
+            self._requests.fetch(ranks, name, target, on_end)
 
     def ping(self, on_pong: OnPong) -> None:
         """Measure the round-trip time to every peer."""
@@ -389,6 +389,8 @@ class Collectives:
                 self.pings.on_pong(link, extra)
             case FrameKind.REQUEST:
                 self._requests.on_request(link, frame, payload)
+            case FrameKind.LENT:
+                self._requests.on_lent(link, frame)
             case FrameKind.MOVED:
                 error = self.peers.on_moved(link, payload)
                 self._tear(error)
@@ -399,7 +401,7 @@ class Collectives:
 
     def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
         if frame[KIND] == FrameKind.RESPONSE:
-            return self._requests.place_for(frame)
+            return self._requests.place_for(link, frame)
         return self._buffers.place_for(link, frame)
 
     def on_bulk(self, link: PeerLink, frame: Frame) -> None:

@@ -7,16 +7,22 @@ copied twice between the workers of a host.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from pliant.comm.memory import SharedMemory
+    from pliant.comm.memory import Arena, SharedMemory
     from pliant.comm.operations import Operation
+
+
+log = logging.getLogger(__name__)
 
 
 class CudaStaging:
@@ -25,6 +31,8 @@ class CudaStaging:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._pinned: set[int] = set()
+        self._mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
+        """The memory of peers that was pinned here, or could not be."""
         self._pinning = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -53,7 +61,7 @@ class CudaStaging:
         self._todo.put(None)
         self._thread.join(timeout=10)
         for arena in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.arenas[arena].address)  # type: ignore[no-untyped-call]
+            _runtime().cudaHostUnregister(self._memory.arenas[arena].address)
 
     def _run(self) -> None:
         while (call := self._todo.get()) is not None:
@@ -104,6 +112,27 @@ class CudaStaging:
             if place is None or place[0] in self._pinned:
                 return
             arena = self._memory.arenas[place[0]]
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostRegister(arena.address, arena.size, 0)))
+            torch.cuda.check_error(int(_runtime().cudaHostRegister(arena.address, arena.size, 0)))
             self._pinned.add(place[0])
+
+    def pin_mapped(self, arena: Arena) -> None:
+        """Register memory of a peer that is mapped here, until it is unmapped. Thread-safe.
+
+        Where that is not possible, copies from it are only slower.
+        """
+        with self._pinning:
+            if arena in self._mapped:
+                return
+            self._mapped.add(arena)
+            address = arena.address
+            outcome = int(_runtime().cudaHostRegister(address, arena.size, 0))
+            if outcome:
+                log.debug("memory of a peer cannot be pinned: error %d", outcome)
+                with contextlib.suppress(RuntimeError):  # else the next kernel of this thread would report the error
+                    torch.zeros(1, device="cuda")
+            else:
+                weakref.finalize(arena, _runtime().cudaHostUnregister, address).atexit = False
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import torch
 
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
+from pliant.comm.lending import ByteRun
 from pliant.comm.operations import Operation, RegisteredSpec
 from pliant.comm.order import ORDERS, Order
 from pliant.comm.plan import INTERNAL, Portion, StrategyHistory, highest_counts, local_ranks, pack_counts
@@ -289,35 +290,45 @@ class Engine:
         assert rows is not None, "an all_gather has a result on every rank"
         return [bytes(row[: int(length)].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
-    # --- stored tensors ---
+    # --- tensors that are lent ---
 
     def save(self, name: str, tensor: Array) -> None:
         """Keep a copy of `tensor` for other ranks to `request`."""
-        self._transport.store.save(name, as_tensor(tensor))
+        self._transport.lending.save(name, as_tensor(tensor))
 
     def request(self, rank: int, name: str, out: Array) -> Handle:
-        """Fetch what `rank` saved under `name` into `out`.
+        """Fetch what `rank` saved or lends under `name` into `out`, as `fetch` does."""
+        return self.fetch([rank], name, [out])
+
+    def fetch(self, ranks: Sequence[int], name: str, outs: Sequence[Array]) -> Handle:
+        """Fetch the tensors that all these ranks lend under `name` into `outs`, a share from each rank.
+
+        From ranks of this host they are read in shared memory, straight into `outs`, which may be on a GPU.
 
         Raises (from `wait`):
-            NotStored: it has nothing under that name; `out` is unchanged.
-            Mismatch: it has another size; `out` is unchanged.
-            WorkerLost: it is gone.
+            NotStored: one of them has nothing under that name; `outs` are unchanged.
+            Mismatch: it has another size; `outs` are unchanged.
+            WorkerLost: it is gone; `outs` may be written to in part.
         """
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
-        target = as_tensor(out)
-        received = torch.empty(target.numel(), dtype=target.dtype)
-        handle = Handle(f"request {name!r}", self, rank)
+        for rank in ranks:
+            if not 0 <= rank < self.size:
+                raise ConfigError(f"fetch {name!r}: rank {rank} is not one of 0..{self.size - 1}")
+        targets = [as_tensor(out) for out in outs]
+        places = [each if each.is_contiguous() else torch.empty_like(each, memory_format=torch.contiguous_format)
+                  for each in targets]  # fmt: skip
+        handle = Handle(f"fetch {name!r}", self, ranks[0])
 
-        def on_response(error: Exception | None) -> None:
+        def on_end(error: Exception | None) -> None:
             if error is not None:
                 handle.fail(error)
-            else:
-                target.copy_(received.view(target.shape))
-                handle.finish(target)
+                return
+            for target, place in zip(targets, places, strict=True):
+                if target is not place:
+                    target.detach().copy_(place)
+            handle.finish(targets[0] if targets else None)
 
-        send = partial(self._collectives.request, rank, name, received, on_response)
-        self._submitter.post(ReactorCall(send, on_response))
+        send = partial(self._collectives.fetch, ranks, name, ByteRun(places), on_end)
+        self._submitter.post(ReactorCall(send, on_end))
         return handle
 
     # --- strategies ---

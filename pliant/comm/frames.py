@@ -27,11 +27,13 @@ class FrameKind(IntEnum):
     PING = 10
     PONG = 11
     ARENA = 12  # a descriptor of shared memory comes with this frame
-    REQUEST = 13  # send me the tensor that you stored under this name
-    RESPONSE = 14  # the stored tensor
+    REQUEST = 13  # send me a piece of what you lend under this name
+    RESPONSE = 14  # the piece
     BYE = 15  # I am leaving the job in good order
     OFFER_PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
     MOVED = 17  # I have left this view for another one; these are the collectives that I had finished in it
+    LENT = 18  # the piece that you asked for lies here: read it, and return it (same host)
+    RETURNED = 19  # I have read the piece
 
 
 HEADER = struct.Struct("<BBHIIIIQQ")
@@ -45,7 +47,9 @@ FRAGMENT = 1
 """The flag of a frame that carries a part of a payload; `extra` says where it begins, and how long the whole is."""
 BULK = frozenset((FrameKind.REDUCE, FrameKind.BCAST, FrameKind.RESPONSE))
 """Kinds whose payload is received straight into its destination; all others are small and arrive whole."""
-ANY_VIEW = frozenset((FrameKind.HEARTBEAT, FrameKind.PING, FrameKind.PONG, FrameKind.ARENA, FrameKind.BYE))
+ANY_VIEW = frozenset(
+    (FrameKind.HEARTBEAT, FrameKind.PING, FrameKind.PONG, FrameKind.ARENA, FrameKind.BYE, FrameKind.RETURNED)
+)
 """Kinds that concern the connection and not a view: they are accepted whatever view they were sent in."""
 
 OFFERED = struct.Struct("<IIIQ")

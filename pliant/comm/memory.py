@@ -1,4 +1,4 @@
-"""Memory of one worker: arenas shared within the host, spans of elements in them, and tensors stored for peers.
+"""Memory of one worker: arenas shared within the host, and spans of elements in them.
 
 An arena is a memfd: it has no name, so nothing is left behind when its owner is killed. Peers get its descriptor over
 their Unix socket and map it. Tensors are allocated from arenas, and their place is free again as soon as the last
@@ -208,30 +208,3 @@ class OperandBuffer:
         """The step for which `parts` was made."""
         self.parts: list[Span] = []
         """The operands in the buffer."""
-
-
-# --- tensors stored for peers ---
-
-
-class TensorStore:
-    """Named flat CPU tensors that peers may fetch: copies, or live memory. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def save(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of `tensor`."""
-        self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
-
-    def publish(self, name: str, flat: torch.Tensor) -> None:
-        """Let peers read this very memory under a name, without a copy, until it is unpublished."""
-        self._tensors[name] = flat
-
-    def unpublish(self, prefix: str) -> None:
-        """Remove the tensors whose names begin with `prefix`."""
-        for name in list(self._tensors):
-            if name.startswith(prefix):
-                self._tensors.pop(name, None)
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self._tensors.get(name)

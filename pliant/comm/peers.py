@@ -1,8 +1,8 @@
 """The peers of one rank in a view: the links to them, which of them are gone, and small exchanges with them.
 
 The exchanges are: shared memory (`SharedMemoryMap`), definitions of specs (`SpecRegistry`), notices of what is offered
-and done (`NoticeBatch`), round-trip times (`Pings`) and stored tensors (`TensorRequests`). Only the engine's thread
-calls them, unless a method says otherwise.
+and done (`NoticeBatch`) and round-trip times (`Pings`). Only the engine's thread calls them, unless a method says
+otherwise.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.frames import LENGTH, PIECE, SEQ, TAGGED, Frame, FrameKind, Place, channel_tag, header
-from pliant.comm.memory import SharedMemory, Span, TensorStore, bytes_of
+from pliant.comm.frames import TAGGED, FrameKind, Place, channel_tag, header
+from pliant.comm.memory import SharedMemory, Span
 from pliant.comm.operations import RegisteredSpec
-from pliant.errors import CommError, Mismatch, NotStored, ViewChanged, WorkerLost
+from pliant.errors import CommError, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:
     from pliant.cluster import View
@@ -245,75 +245,3 @@ class Pings:
         for gone in list(self._open) if rank is None else [rank]:
             for on_pong in self._open.pop(gone, ()):
                 on_pong(gone, float("inf"))
-
-
-OnResponse = Callable[[Exception | None], None]
-"""Called once: with None when the tensor has arrived, else with the error."""
-
-
-class TensorRequests:
-    """The open requests of this worker for stored tensors, and its responses to the requests of peers."""
-
-    def __init__(self, peers: Peers, store: TensorStore) -> None:
-        self._peers = peers
-        self._view = peers.view.number
-        self._store = store
-        self._open: dict[int, tuple[OnResponse, torch.Tensor, int]] = {}
-        self._count = 0
-
-    def request(self, rank: int, name: str, out: torch.Tensor, on_response: OnResponse) -> None:
-        """Fetch what a rank, perhaps this one, has stored under a name into the flat CPU tensor `out`."""
-        if rank in self._peers.lost:
-            on_response(self._peers.lost[rank])
-        elif rank == self._peers.rank:
-            on_response(self._copy(name, out))
-        else:
-            self._count += 1
-            self._open[self._count] = (on_response, out, rank)
-            payload = name.encode()
-            head = header(FrameKind.REQUEST, self._view, seq=self._count, length=len(payload))
-            self._peers.links[rank].send_control(head, payload)
-
-    def _copy(self, name: str, out: torch.Tensor) -> Exception | None:
-        found = self._store.get(name)
-        if found is None:
-            return NotStored(f"nothing is stored here under {name!r}")
-        if found.nbytes != out.nbytes:
-            return Mismatch(f"{name!r} was stored with {found.nbytes} bytes, but {out.nbytes} were asked for")
-        out.view(torch.uint8).copy_(found.view(torch.uint8))
-        return None
-
-    def on_request(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
-        found = self._store.get(payload.decode(errors="replace"))
-        views = [bytes_of(found)] if found is not None else []
-        size = sum(map(len, views))
-        link.egress_bytes += size
-        head = header(FrameKind.RESPONSE, self._view, seq=frame[SEQ], piece=found is not None, length=size)
-        link.send(0, head, views, None)
-
-    def place_for(self, frame: Frame) -> memoryview | None:
-        """Return the destination of a response; None if it does not fit or nobody waits for it."""
-        if frame[SEQ] in self._open:
-            place = bytes_of(self._open[frame[SEQ]][1])
-            if len(place) == frame[LENGTH]:
-                return place
-        return None
-
-    def on_response(self, link: PeerLink, frame: Frame) -> None:
-        request = self._open.pop(frame[SEQ], None)
-        if request is None:
-            return
-        on_response, out, _ = request
-        if not frame[PIECE]:
-            on_response(NotStored(f"{link.worker} (rank {link.rank}) has nothing stored under that name"))
-        elif frame[LENGTH] != out.nbytes:
-            on_response(Mismatch(f"{link.worker} stored {frame[LENGTH]} bytes, but {out.nbytes} were asked for"))
-        else:
-            on_response(None)
-
-    def fail(self, error: Exception, rank: int | None = None) -> None:
-        """End all open requests, or those to `rank`, with `error`."""
-        for number, (on_response, _, asked) in list(self._open.items()):
-            if rank is None or asked == rank:
-                del self._open[number]
-                on_response(error)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pliant.comm.connection import READABLE, WRITABLE, PeerLink, Poller
-from pliant.comm.frames import LENGTH, Frame, FrameKind, header
+from pliant.comm.frames import LENGTH, SEQ, Frame, FrameKind, header
 from pliant.comm.operations import Burst, Operation
 from pliant.comm.telemetry import BackpressureGauge
 from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
@@ -74,6 +74,10 @@ class Connections:
         """Called when a worker is gone without a goodbye."""
         self.on_left: Callable[[Worker], None] = lambda worker: None
         """Called when a worker is gone after its goodbye."""
+        self.on_returned: Callable[[PeerLink, int], None] = lambda link, seq: None
+        """Called when a peer has read what this worker has lent it."""
+        self.on_dropped: Callable[[PeerLink, bool], None] = lambda link, may_live: None
+        """Called when a connection is gone, and whether the peer may live, as it has not closed its end."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a connection has been added or dropped."""
         self._poller = poller
@@ -150,6 +154,8 @@ class Connections:
                 link.is_leaving = True
                 if collectives is not None:
                     collectives.peers.on_bye(link, view, payload)
+            case FrameKind.RETURNED:
+                self.on_returned(link, frame[SEQ])
             case FrameKind.PING:
                 link.send_control(header(FrameKind.PONG, view, extra=extra))
             case _ if kind not in frozenset(FrameKind):
@@ -346,12 +352,14 @@ class Connections:
         self.full.discard(link)
         self._limited = any(not other.shared for other in self.full)
         self.backpressure.drop_interval()
+        may_live = not link.is_leaving and not link.has_hung_up()
         link.close()
         if self.links.get(link.worker) is link:
             del self.links[link.worker]
             self.closed_because[link.worker] = "it left the job" if link.is_leaving else why
         if self.collectives is not None and member:
             (self.collectives.on_left(link.rank) if link.is_leaving else self.collectives.on_lost(link.rank, why))
+        self.on_dropped(link, may_live)
         try:
             self.on_left(link.worker) if link.is_leaving else self.on_lost(link.worker, why)
         except Exception:

@@ -26,7 +26,8 @@ from pliant.comm.collective import Collectives
 from pliant.comm.connection import PeerLink, Poller
 from pliant.comm.cuda_staging import CudaStaging
 from pliant.comm.engine import Engine, EngineConfig
-from pliant.comm.memory import SharedMemory, TensorStore
+from pliant.comm.lending import Lending
+from pliant.comm.memory import SharedMemory
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.reactor import Connections, Reactor, ReactorCall
 from pliant.errors import CommError, ConfigError, HandshakeRefused
@@ -49,12 +50,14 @@ class Transport:
         self.on_left: Callable[[Worker], None] | None = None
         """The same for a worker that said goodbye."""
         self.memory = SharedMemory()
-        self.store = TensorStore()
         poller = Poller()
         self.connections = Connections(me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s)
         self.connections.on_lost, self.connections.on_left = self._on_lost, self._on_left
         self.connections.on_change = self._notify_changed
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
+        self.lending = Lending(self.memory, self.reactor, self.cuda_staging)
+        self.connections.on_returned = self.lending.on_returned
+        self.connections.on_dropped = lambda link, may_live: self.lending.on_dropped(link, may_live=may_live)
         self._me = me
         self._config = config
         self._mesh = Mesh(me, mesh, self)
@@ -94,6 +97,7 @@ class Transport:
     def close_engine(self) -> None:
         """Send what is still queued, say goodbye and end the thread. Handles that still wait fail with EngineClosed."""
         self.reactor.close()
+        self.lending.close()
         with self._making_cuda:
             if self._cuda is not None:
                 self._cuda.close()
@@ -229,7 +233,7 @@ class Transport:
         rank = view.rank_of(self._me)
         if self.engine is not None and view.number <= self.engine.view.number:
             raise ConfigError(f"view {view.number} does not come after {self.engine.view.number}: views only go on")
-        collectives = Collectives(view, rank, self.memory, self.store)
+        collectives = Collectives(view, rank, self.lending)
         self._call(partial(self.reactor.enter, collectives))
         self.engine = Engine(collectives, self._config, self)
         return self.engine
@@ -273,19 +277,20 @@ class Transport:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return self.memory.empty(math.prod(sizes), dtype).view(sizes)
 
-    def publish(self, name: str, tensor: torch.Tensor) -> None:
-        """Let peers `request` this very memory, without a copy: they get what is there when it is sent.
+    def lend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Let peers fetch these tensors as they are, on whatever device. Nothing is copied until somebody asks, so they
+        must not change until they are reclaimed.
 
         Raises:
-            ConfigError: the tensor is not contiguous CPU memory.
+            ConfigError: a tensor is not contiguous.
         """
-        if tensor.is_cuda or not tensor.is_contiguous():
-            raise ConfigError(f"publish {name!r}: only contiguous CPU memory can be read as it is; use `save`")
-        self.store.publish(name, tensor.detach().view(-1))
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ConfigError(f"lend {name!r}: only contiguous tensors can be read as they are; use `save`")
+        self.lending.lend(name, tensors)
 
-    def unpublish(self, prefix: str) -> None:
-        """Remove the stored tensors whose names begin with `prefix`; what was requested is still sent."""
-        self.store.unpublish(prefix)
+    def reclaim(self, prefix: str) -> None:
+        """Lend nothing any more under names that begin with `prefix`; what was asked for is still sent."""
+        self.lending.reclaim(prefix)
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pliant.errors import TrainError
+from pliant.train import state_tree
 from pliant.train.adaptation import Adaptation
 from pliant.train.bucket_layout import BucketLayout
 from pliant.train.context import ReplicaContext, upgrade_context
@@ -90,6 +91,22 @@ class JobState:
             "adaptation": self.lent.get("adaptation") or self.adaptation.state_dict(),
         }
 
+    def own_tensors(self) -> dict[state_tree.Place, torch.Tensor]:
+        """Return the memory of parameters, buffers and optimizer states by their place in what `read` returns, so that
+        another worker's state can be written there."""
+        owned = {each.data_ptr() for model in self.models for each in (*model.parameters(), *model.buffers())}
+        for optimizer in self.optimizers:
+            for values in optimizer.state.values():
+                owned |= {each.data_ptr() for each in values.values() if isinstance(each, torch.Tensor)}
+        found = {"models": [model.state_dict() for model in self.models], "optimizers": self._optimizer_states()}
+        skeleton, tensors = state_tree.flatten(found)
+        # A state_dict may also hold tensors that were made for it: to write there would have no effect.
+        return {
+            place: tensors[number]
+            for number, place in state_tree.places(skeleton).items()
+            if tensors[number].data_ptr() in owned and tensors[number].is_contiguous()
+        }
+
     def _optimizer_states(self) -> list[dict[str, Any]]:
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         for state, options in zip(states, self.lent.get("options", ()), strict=False):
@@ -103,9 +120,10 @@ class JobState:
             return None
         return reducer.layout.to_json()
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load a state. Raises TrainError if its program tracks other objects, or has other models."""
-        self._loaded = state
+    def load(self, state: dict[str, Any], *, keep: bool = True) -> None:
+        """Load a state, of which some tensors may lie in their place already (`own_tensors`). If `keep`, `reload` can load
+        it once more. Raises TrainError if its program tracks other objects, or has other models."""
+        self._loaded = state if keep else None
         models = state["models"] if "models" in state else [state["model"]]  # a checkpoint of version 0.1 has one
         layouts = state["layouts"] if "layouts" in state else [state["layout"]]
         missing = set(state["tracked"]) ^ set(self.tracked)
@@ -125,9 +143,11 @@ class JobState:
                 "without this checkpoint"
             )
         for model, saved in zip(self.models, models, strict=True):
-            model.load_state_dict(saved)
+            if keep or not _is_loaded(model, saved):
+                model.load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(copy.deepcopy(saved))  # the program must not change what is kept
+            # The program must not change what is kept.
+            optimizer.load_state_dict(copy.deepcopy(saved) if keep else saved)
         for name, saved in state["tracked"].items():
             self.tracked[name].load_state_dict(copy.deepcopy(saved))
         own = self._first_buffers
@@ -168,3 +188,23 @@ class JobState:
     def forget_loaded(self) -> None:
         """Free the memory of the state that was loaded last."""
         self._loaded = None
+
+
+def _is_loaded(model: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Return whether all that is saved lies in the model's own memory already, and loading it does nothing else."""
+    for module in model.modules():
+        loaders = (type(module).load_state_dict, type(module)._load_from_state_dict)
+        hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+        if any(hooks) or not all(loader.__module__.startswith("torch.nn.") for loader in loaders):
+            return False
+    own = model.state_dict()
+    return saved.keys() == own.keys() and all(_is_same_memory(saved[name], own[name]) for name in own)
+
+
+def _is_same_memory(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return (
+        one.data_ptr() == other.data_ptr()
+        and (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())
+    ) or (one.shape == other.shape and not one.numel())

@@ -2,8 +2,8 @@
 
 Everybody enters the view and reports what it has. The workers with the newest state are its holders; all others fetch the
 state from them, and a torn step is repeated. If a worker is lost meanwhile, there is another membership, and the protocol
-starts again. A holder lends its own memory for reading and makes no copy: the parameters do not change before the new
-workers have taken part in the next step.
+starts again. A holder lends its tensors as they are, on their device, and they leave it when somebody asks: the parameters do
+not change before the new workers have taken part in the next step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, cast
 
@@ -116,6 +116,8 @@ class ViewRendezvous:
         self._lent: set[int] = set()
         """The views for which this worker may lend its state."""
         self.has_state = False
+        self._is_torn = False
+        """Whether a part of a state has been written over what the program has built."""
 
     def report_ready(self) -> None:
         """Report that this worker can take part, as a new one."""
@@ -207,6 +209,11 @@ class ViewRendezvous:
         else:
             reports = self._wait_for_reports(submitted, report)
             if not _holders(reports):
+                if engine.rank == 0 and self._is_torn:
+                    raise MustBeReplaced(
+                        f"{member.me} was receiving the state when the last worker that had it was lost: its parameters are "
+                        "not those that its program has built. It ends, and its runner starts another"
+                    )
                 if engine.rank == 0:
                     self._start_job(membership.begun)
                     self.has_state = made_state = True
@@ -217,8 +224,12 @@ class ViewRendezvous:
             self._check(reports, first, engine)
         return EnteredView(engine, reports, engine.rank == first, planned, made_state)
 
-    def share_state(self, view: EnteredView) -> None:
-        """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""
+    def share_state(self, view: EnteredView, *, in_place: bool = False) -> None:
+        """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost.
+
+        If `in_place`, a worker that has no state yet receives it straight in its parameters, and keeps no copy of it: its
+        program must not change anything before its first step.
+        """
         engine, reports = view.engine, view.reports
         holders = _holders(reports)
         source, offered = holders[0], reports[holders[0]].offered_bytes
@@ -229,17 +240,22 @@ class ViewRendezvous:
             raise MustBeReplaced(
                 f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
             )
-        relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
+        # On one host a holder copies the state once for all of them, as they read it at about the same time.
+        hosts = {engine.view.hosts[rank] for rank in lacking}
+        relayed = len(lacking) > max(2, len(holders)) and len(hosts) > 1 and offered > 0 and reports[source].stays
         if relayed and (engine.rank in lacking or engine.rank == source):
             own = self._state.read() if engine.rank == source else None
             state = relay_state(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
             # If models are averaged, every holder has its own: all of the state must come from one.
             sources = holders if self._state.averaging is None else holders[:1]
-            state = fetch_state(engine, sources, offered)
+            # Who has an older state keeps it until it has the new one: it may be the only one that is left.
+            in_place = in_place and not self.has_state
+            self._is_torn = self._is_torn or in_place
+            state = fetch_state(engine, sources, offered, self._state.own_tensors() if in_place else None)
         if engine.rank in lacking:
-            self._state.load(cast(dict[str, Any], state))
-            self.has_state = True
+            self._state.load(cast(dict[str, Any], state), keep=not in_place)
+            self.has_state, self._is_torn = True, False
 
     def report_fetched(self, view: EnteredView) -> Handle | None:
         """Report that this worker has the state; return what is done when everybody in the view has it."""
@@ -315,25 +331,39 @@ def _lent_prefix(view: int) -> str:
 
 
 def lend_state(member: Member, view: int, state: object) -> int:
-    """Let members of the coming view fetch `state`, before any can ask; return the size of its table of contents."""
-    contents, hosts = _pack_state(state)
-    member.transport.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
-    for number, host in enumerate(hosts):
-        if host.numel():
-            member.transport.publish(f"{_lent_prefix(view)}{number}", host.view(-1))
+    """Let members of the coming view fetch `state`, before any can ask; return the size of its table of contents. The
+    tensors stay where they are: nothing is copied until somebody asks."""
+    skeleton, tensors = state_tree.flatten(state)
+    tensors = [tensor.detach().contiguous() for tensor in tensors]
+    contents = _contents(skeleton, tensors)
+    prefix = _lent_prefix(view)
+    member.transport.lend(f"{prefix}contents", [torch.frombuffer(bytearray(contents), dtype=torch.uint8)])
+    member.transport.lend(f"{prefix}tensors", tensors)
     return len(contents)
 
 
+def _contents(skeleton: str, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return the table of contents of a state."""
+    return json.dumps({"skeleton": skeleton, "tensors": state_tree.describe_tensors(tensors)}).encode()
+
+
 def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the table of contents, and the tensors: no copies if they are on the host already."""
+    """Return the table of contents, and the tensors on the host: no copies if they are there already."""
     skeleton, tensors = state_tree.flatten(state)
     hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    return json.dumps({"skeleton": skeleton, "tensors": state_tree.describe_tensors(hosts)}).encode(), hosts
+    return _contents(skeleton, hosts), hosts
 
 
-def _allocate(table: dict[str, Any]) -> list[torch.Tensor]:
-    """Return room for the tensors of a table of contents."""
-    return [torch.empty(shape, dtype=state_tree.dtype_of(dtype)) for dtype, shape in table["tensors"]]
+def _allocate(table: dict[str, Any], own: Mapping[state_tree.Place, torch.Tensor]) -> list[torch.Tensor]:
+    """Return room for the tensors of a table of contents: that of `own` ones where they are alike, else new ones."""
+    places = state_tree.places(table["skeleton"]) if own else {}
+    made = []
+    for number, (dtype, shape) in enumerate(table["tensors"]):
+        found = own.get(places[number]) if number in places else None
+        if found is None or list(found.shape) != shape or state_tree.dtype_name(found.dtype) != dtype:
+            found = torch.empty(shape, dtype=state_tree.dtype_of(dtype))
+        made.append(found)
+    return made
 
 
 def spread_state(engine: Engine, state: object | None, source: int = 0) -> object:
@@ -375,7 +405,7 @@ def _broadcast(
 ) -> object:
     """Return the holder's state on all these ranks, which have its table of contents. The others pass no tensors."""
     table = json.loads(contents)
-    tensors = _allocate(table) if tensors is None else tensors
+    tensors = _allocate(table, {}) if tensors is None else tensors
     waiting = [
         engine.broadcast(f"{name}:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
         for number, tensor in enumerate(tensors)
@@ -388,28 +418,21 @@ def _broadcast(
 
 def reclaim_state(member: Member, view: int | None = None) -> None:
     """Stop lending to the members of this view, or to all."""
-    member.transport.unpublish(_LENT_PREFIX if view is None else _lent_prefix(view))
+    member.transport.reclaim(_LENT_PREFIX if view is None else _lent_prefix(view))
 
 
-def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:
-    """Fetch the state that these ranks lend, a share from each.
+def fetch_state(
+    engine: Engine, holders: Sequence[int], num_bytes: int, own: Mapping[state_tree.Place, torch.Tensor] | None = None
+) -> object:
+    """Fetch the state that these ranks lend, a share from each. What has its place in `own` is written there.
 
     Raises:
-        CommError: one of them is lost.
+        CommError: one of them is lost. What is `own` may be written to in part.
     """
     prefix = _lent_prefix(engine.view.number)
     contents = torch.empty(num_bytes, dtype=torch.uint8)
     engine.request(holders[0], f"{prefix}contents", contents).wait()
     table = json.loads(bytes(contents.numpy()))
-    tensors = _allocate(table)
-    load = dict.fromkeys(holders, 0)
-    waiting: list[Handle] = []
-    # The largest tensors first, each from the holder with the least to send so far.
-    for number, tensor in sorted(enumerate(tensors), key=lambda each: -each[1].nbytes):
-        if tensor.numel():
-            source = min(load, key=lambda rank: load[rank])
-            load[source] += tensor.nbytes
-            waiting.append(engine.request(source, f"{prefix}{number}", tensor.view(-1)))
-    for handle in waiting:
-        handle.wait()
+    tensors = _allocate(table, own or {})
+    engine.fetch(holders, f"{prefix}tensors", tensors).wait()
     return state_tree.unflatten(table["skeleton"], tensors)

@@ -80,19 +80,31 @@ def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
         ) from None
 
 
+Place = tuple[str, tuple[int, ...]]
+"""The name of a tensor's first place in a tree, and the order of its dimensions there (see `flatten`); empty if it is
+contiguous."""
+
+
+def places(skeleton: str) -> dict[int, Place]:
+    """Return the place of each tensor, by its number."""
+    found: dict[int, Place] = {}
+    _name(json.loads(skeleton), "", found)
+    return found
+
+
 def tensor_names(skeleton: str, num_tensors: int) -> list[str]:
     """Return a unique name for each tensor, by its first place: `model.0.weight`, `optimizer.state.3.exp_avg`."""
-    names: dict[int, str] = {}
-    _name(json.loads(skeleton), "", names)
+    names = {index: name for index, (name, _) in places(skeleton).items()}
     taken: Counter[str] = Counter(names.values())
     found = [names.get(index, "") for index in range(num_tensors)]
     return [name if taken[name] == 1 and name else f"{name}#{index}" for index, name in enumerate(found)]
 
 
-def _name(node: object, path: str, names: dict[int, str]) -> None:
+def _name(node: object, path: str, names: dict[int, Place]) -> None:
     match node:
-        case {"t": int(index)} | {"bigarray": [_, _, int(index)]}:
-            names.setdefault(index, path)
+        case {"t": int(index), **rest} | {"bigarray": [_, _, int(index)], **rest}:
+            order = rest.get("order", ())
+            names.setdefault(index, (path, tuple(order) if isinstance(order, list) else ()))
         case {"d": dict(items)} | {"defaultdict": [_, dict(items)]}:
             for key, item in items.items():
                 _name(item, f"{path}.{key}" if path else key, names)

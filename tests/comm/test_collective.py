@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from pliant.comm.connection import PeerLink
 from pliant.comm.frames import EXTRA, KIND, PIECE, Frame, FrameKind
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import reducer
-from pliant.comm.memory import SharedMemory, Span, TensorStore
+from pliant.comm.lending import Lending
+from pliant.comm.memory import SharedMemory, Span
 from pliant.comm.operations import Burst, Operation, compile_plan
 from pliant.comm.plan import Spec, make_plan
 from pliant.comm.submission import finish_in_place
@@ -34,7 +36,7 @@ class Rank:
 
     def __init__(self, view: View, rank: int) -> None:
         self.memory = SharedMemory()
-        self.collectives = Collectives(view, rank, self.memory, TensorStore())
+        self.collectives = Collectives(view, rank, Lending(self.memory, None, mock.Mock()))
         self.unsent: set[PeerLink] = set()
         self._seqs: dict[int, int] = {}
 

@@ -100,20 +100,20 @@ def test_abort_ends_what_is_open_and_what_comes_later() -> None:
         everybody_sums(made, subview(1, workers))
 
 
-def test_published_memory_is_read_as_it_is_through_views() -> None:
+def test_lent_memory_is_read_as_it_is_through_views() -> None:
     workers = view_of("AAB").workers
     with loopback_transports(workers, QUICK) as made:
         state = made[0].empty((300, 1000))
-        made[0].publish("state:a", state)
-        made[0].publish("other", state)
-        with pytest.raises(ConfigError, match="contiguous CPU memory"):
-            made[0].publish("strided", torch.ones(4, 4).t())
+        made[0].lend("state:a", [state])
+        made[0].lend("other", [state])
+        with pytest.raises(ConfigError, match="contiguous tensors"):
+            made[0].lend("strided", [torch.ones(4, 4).t()])
         for number in range(3):
             ranks = [transport.enter(subview(number, workers)) for transport in made]
             state.fill_(number)  # no copy was made: this is what they get
             for engine in ranks:
                 assert bool((engine.request(0, "state:a", torch.empty(300, 1000)).wait() == number).all())
-        made[0].unpublish("state:")
+        made[0].reclaim("state:")
         with pytest.raises(CommError, match="stored"):
             ranks[1].request(0, "state:a", torch.empty(300, 1000)).wait()
         ranks[2].request(0, "other", torch.empty(300, 1000)).wait()

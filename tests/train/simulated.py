@@ -213,7 +213,7 @@ class Request:
 
     rank: int
     owner: int
-    name: str
+    name: tuple[str, int]
     target: torch.Tensor
     handle: Handle
 
@@ -382,17 +382,35 @@ class SimulatedEngine(Engine):
         world.pass_moment(self.actor, name)
         return handle
 
-    def request(self, rank: int, name: str, out: Any) -> Handle:
-        world, handle = self.actor.world, self._handle(f"request {name}")
-        if self.ended is not None:
-            handle.fail(self.ended)
-        else:
-            self.network.requests.append(Request(self.rank, rank, name, out, handle))
+    def fetch(self, ranks: Sequence[int], name: str, outs: Sequence[Any]) -> Handle:
+        """Fetch what these ranks lend: each tensor from one of them, in turn."""
+        world, handle = self.actor.world, self._handle(f"fetch {name}")
+        owners = [ranks[number % len(ranks)] for number in range(len(outs))]
+        asked = [
+            Request(self.rank, owner, (name, number), out, self._handle(f"fetch {name} {number}"))
+            for number, (owner, out) in enumerate(zip(owners, outs, strict=True))
+        ]
+
+        def on_end() -> None:
+            failed = next((each.handle.error for each in asked if each.handle.error is not None), None)
+            if failed is not None and not handle.done:
+                handle.fail(failed)
+            elif all(each.handle.done for each in asked) and not handle.done:
+                handle.finish(outs[0])
+
+        for each in asked:
+            each.handle.add_done_callback(on_end)
+            if self.ended is not None:
+                each.handle.fail(self.ended)
+        if self.ended is None:
+            self.network.requests += asked
+        if not asked:
+            handle.finish(None)
         world.pass_moment(self.actor, "request")
         return handle
 
     def save(self, name: str, tensor: Any) -> None:
-        self.actor.member.transport.publish(name, tensor.detach().clone())
+        self.actor.member.transport.lend(name, [tensor.detach().clone()])
 
     def _handle(self, name: str) -> Handle:
         if self.actor.is_dead:
@@ -416,16 +434,17 @@ class SimulatedTransport:
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
-        self.stored: dict[str, torch.Tensor] = {}
-        """What others may request."""
+        self.stored: dict[tuple[str, int], torch.Tensor] = {}
+        """What others may fetch, by the name of the list and its place there."""
 
-    def publish(self, name: str, tensor: torch.Tensor) -> None:
-        assert tensor.is_contiguous(), f"{name} cannot be read as it is"
-        self.stored[name] = tensor
+    def lend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        assert all(each.is_contiguous() for each in tensors), f"{name} cannot be read as it is"
+        self.reclaim(name)
+        self.stored |= {(name, number): each for number, each in enumerate(tensors)}
 
-    def unpublish(self, prefix: str) -> None:
-        for name in [each for each in self.stored if each.startswith(prefix)]:
-            del self.stored[name]
+    def reclaim(self, prefix: str) -> None:
+        for each in [each for each in self.stored if each[0].startswith(prefix)]:
+            del self.stored[each]
 
     def enter(self, view: View) -> Engine:
         actor = self._actor
@@ -738,7 +757,7 @@ class World:
         if asked.name not in stored:
             asked.handle.fail(NotStored(f"{asked.name} is not stored"))
             return
-        asked.target.view(-1).copy_(stored[asked.name])
+        asked.target.detach().view(-1).copy_(stored[asked.name].view(-1))
         asked.handle.finish(asked.target)
 
     def _notice(self, engine: SimulatedEngine, what: Collective | Request) -> None:

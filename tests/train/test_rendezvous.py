@@ -45,10 +45,10 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
     def report(passes: int, stays: bool = True, has_sums: bool = False) -> MemberReport:
         return MemberReport(passes, has_sums, False, 100, "program", {}, stays)
 
-    def decide(reports: list[MemberReport], rank: int) -> str:
-        engine = mock.Mock(rank=rank, size=len(reports))
+    def decide(reports: list[MemberReport], rank: int, hosts: tuple[str, ...] = HOSTS) -> str:
+        engine = mock.Mock(rank=rank, size=len(reports), view=mock.Mock(hosts=[*hosts, *hosts]))
         way = ViewRendezvous.__new__(ViewRendezvous)
-        way._member, way._state, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
+        way._member, way._state, way.has_state, way._is_torn = mock.Mock(), mock.Mock(averaging=None), False, False
         asked.clear()
         with (
             mock.patch.object(rendezvous, "relay_state", lambda *args: asked.append(("relay", args[1]))),
@@ -59,6 +59,7 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
 
     start = [report(0), report(-1), report(-1), report(-1)]
     assert [decide(start, rank) for rank in range(4)] == ["relay"] * 4
+    assert [decide(start, rank, HOSTS[:1] * 4) for rank in range(4)] == ["", "fetch", "fetch", "fetch"], "on one host"
     most_have_it = [report(5), report(5), report(5), report(-1)]
     assert [decide(most_have_it, rank) for rank in range(4)] == ["", "", "", "fetch"]
     two_have_it = [report(4), report(5), report(-1), report(5), report(-1)]
@@ -94,9 +95,9 @@ def test_who_is_not_a_member_any_more_stands_by_leaves_or_is_replaced() -> None:
 def test_a_state_is_lent_until_the_next_view_is_entered() -> None:
     """Whoever still fetches it in the old view would find nothing, and end, though the next membership will take it in."""
     me, other = Worker("10.0.0.1", 10000), Worker("10.0.0.1", 10001)
-    stored: dict[str, torch.Tensor] = {}
-    transport = mock.Mock(publish=stored.__setitem__)
-    transport.unpublish = lambda prefix: [stored.pop(name) for name in list(stored) if name.startswith(prefix)]
+    stored: dict[str, list[torch.Tensor]] = {}
+    transport = mock.Mock(lend=stored.__setitem__)
+    transport.reclaim = lambda prefix: [stored.pop(name) for name in list(stored) if name.startswith(prefix)]
     member = mock.Mock(me=me, transport=transport, view_of=lambda found: mock.Mock(size=2, workers=found.members))
     way = ViewRendezvous(member, mock.Mock(), "", mock.Mock(), "D1", mock.Mock(), mock.Mock())
     way._state.read.return_value = {"tracked": {}, "model": torch.ones(2)}
@@ -108,7 +109,7 @@ def test_a_state_is_lent_until_the_next_view_is_entered() -> None:
     member.enter.side_effect = WorkerLost(str(other), 1, "it is gone")
     with pytest.raises(WorkerLost):
         way._enter(Membership(12, (me, other)), False, Report(0))
-    assert "state:1:0" in stored, "this worker is still in view 1"
+    assert "state:1:tensors" in stored, "this worker is still in view 1"
     member.enter.side_effect = None
     way._enter(Membership(13, (me, other)), True, Report(0))
     assert {name.split(":")[1] for name in stored} <= {"13"}
