@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from pliant_repro.bench import gpu, gpu_bits, gpu_elastic, gpu_plan, trace_summary, training
@@ -351,7 +351,7 @@ def test_a_plan_runs_its_parts_and_leaves_their_results(tmp_path: Path) -> None:
         "--models", "lstm", "--modes", "eager", "--steps", "2", "--replicas", "1", "--order", "ddp", "--limit", "60",
         "--out", str(tmp_path), "--json", "-",
     ]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    done = forked.run(argv, cwd=tmp_path, timeout=100)
     summary = json.loads(done.stdout)
     bits = json.loads((tmp_path / "gpu_bits.json").read_text())
     assert bits["ok"], bits["verdicts"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from command import command
 from gang import FULL
@@ -39,9 +38,7 @@ def test_the_list_names_every_figure() -> None:
 
 
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
-    main = "from pliant.cli.main import main; main()"
-    command = [sys.executable, "-c", main, "reproduce", "easyscale-fig9", "fig99"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = forked.run([forked.PLIANT, "reproduce", "easyscale-fig9", "fig99"], cwd=Path.cwd(), timeout=60)
     assert answer.returncode == 2
     [line] = answer.stderr.splitlines()
     assert line.startswith("pliant: reproduce fig99: unknown")

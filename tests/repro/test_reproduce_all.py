@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from command import command
 from patience import until
@@ -60,9 +61,7 @@ def command_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The two fastest figures, each in a process of its own."""
     out = tmp_path_factory.mktemp("reproduced")
     words = ["reproduce", *FAST, "--quick", "--device", "cpu", "--out", str(out), "--json"]
-    return Finished(
-        out, subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True, timeout=110)
-    )
+    return Finished(out, forked.run([forked.PLIANT, *words], cwd=out, timeout=110))
 
 
 @pytest.fixture(scope="module")
