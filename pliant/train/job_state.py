@@ -17,6 +17,7 @@ from pliant.train.events import Progress
 from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer
 from pliant.train.replicas import ModelBuffers, Replicas, Tensors
+from pliant.train.state_parts import StatePart, checksum_of
 
 
 class JobState:
@@ -51,6 +52,9 @@ class JobState:
         self.answers: list[Any] = []
         """What all workers have found together in this epoch before its first step, for those that come later."""
         self._loaded: dict[str, Any] | None = None
+        self._loaded_in_place = False
+        self._loaded_checksum = 0
+        """The checksum of the loaded tensors of models and optimizers, if they were loaded in place."""
 
     @property
     def first_buffers(self) -> Tensors:
@@ -91,13 +95,18 @@ class JobState:
             "adaptation": self.lent.get("adaptation") or self.adaptation.state_dict(),
         }
 
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the parameters."""
+        return next((each.device for model in self.models for each in model.parameters()), None)
+
     def own_tensors(self) -> dict[state_tree.Place, torch.Tensor]:
         """Return the memory of parameters, buffers and optimizer states by their place in what `read` returns, so that
         another worker's state can be written there."""
         owned = {each.data_ptr() for model in self.models for each in (*model.parameters(), *model.buffers())}
         for optimizer in self.optimizers:
-            for values in optimizer.state.values():
-                owned |= {each.data_ptr() for each in values.values() if isinstance(each, torch.Tensor)}
+            kept = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            owned |= {each.data_ptr() for values in kept for each in values.values() if isinstance(each, torch.Tensor)}
         found = {"models": [model.state_dict() for model in self.models], "optimizers": self._optimizer_states()}
         skeleton, tensors = state_tree.flatten(found)
         # A state_dict may also hold tensors that were made for it: to write there would have no effect.
@@ -120,10 +129,10 @@ class JobState:
             return None
         return reducer.layout.to_json()
 
-    def load(self, state: dict[str, Any], *, keep: bool = True) -> None:
-        """Load a state, of which some tensors may lie in their place already (`own_tensors`). If `keep`, `reload` can load
-        it once more. Raises TrainError if its program tracks other objects, or has other models."""
-        self._loaded = state if keep else None
+    def load(self, state: dict[str, Any], *, in_place: bool = False) -> None:
+        """Load a state. If `in_place`, some of its tensors lie where they belong already (`own_tensors`), and the optimizers
+        may keep the others. Raises TrainError if its program tracks other objects, or has other models."""
+        self._loaded, self._loaded_in_place = state, in_place
         models = state["models"] if "models" in state else [state["model"]]  # a checkpoint of version 0.1 has one
         layouts = state["layouts"] if "layouts" in state else [state["layout"]]
         missing = set(state["tracked"]) ^ set(self.tracked)
@@ -143,11 +152,11 @@ class JobState:
                 "without this checkpoint"
             )
         for model, saved in zip(self.models, models, strict=True):
-            if keep or not _is_loaded(model, saved):
+            if not in_place or not _is_loaded(model, saved):
                 model.load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # The program must not change what is kept.
-            optimizer.load_state_dict(copy.deepcopy(saved) if keep else saved)
+            optimizer.load_state_dict(saved if in_place else copy.deepcopy(saved))
         for name, saved in state["tracked"].items():
             self.tracked[name].load_state_dict(copy.deepcopy(saved))
         own = self._first_buffers
@@ -178,16 +187,29 @@ class JobState:
         self.answers = list(state.get("answers", ()))  # old checkpoints have none
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])
+        if in_place and progress.in_epoch:
+            self._loaded_checksum = _checksum(state)
 
-    def reload(self) -> None:
-        """Load the state that was loaded last once more: what the program has done to it since does not count."""
-        if self._loaded is not None:
-            self.load(self._loaded)
+    def reload(self) -> bool:
+        """Load the state that was loaded last once more: what the program has done to it since does not count. Return False
+        if that is impossible: the program has changed tensors of which there is no copy."""
+        loaded, in_place = self._loaded, self._loaded_in_place
+        if loaded is not None and in_place and _checksum(loaded) != self._loaded_checksum:
+            return False
+        if loaded is not None:
+            self.load(loaded, in_place=in_place)
         self.forget_loaded()
+        return True
 
     def forget_loaded(self) -> None:
         """Free the memory of the state that was loaded last."""
         self._loaded = None
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    """Return a checksum of the tensors of models and optimizers."""
+    _, tensors = state_tree.flatten([state["models"], state["optimizers"]])
+    return checksum_of(StatePart("", "", tensor) for tensor in tensors)
 
 
 def _is_loaded(model: torch.nn.Module, saved: Mapping[str, Any]) -> bool:

@@ -118,6 +118,8 @@ class ViewRendezvous:
         self.has_state = False
         self._is_torn = False
         """Whether a part of a state has been written over what the program has built."""
+        self._sources: tuple[Sequence[int], int] = (), 0
+        """The ranks from which the state was fetched last, and the size of its table of contents."""
 
     def report_ready(self) -> None:
         """Report that this worker can take part, as a new one."""
@@ -224,12 +226,8 @@ class ViewRendezvous:
             self._check(reports, first, engine)
         return EnteredView(engine, reports, engine.rank == first, planned, made_state)
 
-    def share_state(self, view: EnteredView, *, in_place: bool = False) -> None:
-        """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost.
-
-        If `in_place`, a worker that has no state yet receives it straight in its parameters, and keeps no copy of it: its
-        program must not change anything before its first step.
-        """
+    def share_state(self, view: EnteredView) -> None:
+        """Take this worker's part in giving everybody the newest state. Raises CommError if a worker is lost."""
         engine, reports = view.engine, view.reports
         holders = _holders(reports)
         source, offered = holders[0], reports[holders[0]].offered_bytes
@@ -246,16 +244,39 @@ class ViewRendezvous:
         if relayed and (engine.rank in lacking or engine.rank == source):
             own = self._state.read() if engine.rank == source else None
             state = relay_state(engine, source, lacking, offered, own)
+            if engine.rank in lacking:
+                self._state.load(cast(dict[str, Any], state))
         elif engine.rank in lacking:
             # If models are averaged, every holder has its own: all of the state must come from one.
-            sources = holders if self._state.averaging is None else holders[:1]
-            # Who has an older state keeps it until it has the new one: it may be the only one that is left.
-            in_place = in_place and not self.has_state
-            self._is_torn = self._is_torn or in_place
-            state = fetch_state(engine, sources, offered, self._state.own_tensors() if in_place else None)
-        if engine.rank in lacking:
-            self._state.load(cast(dict[str, Any], state), keep=not in_place)
-            self.has_state, self._is_torn = True, False
+            self._sources = holders if self._state.averaging is None else holders[:1], offered
+            self._fetch(engine)
+        self.has_state = self.has_state or engine.rank in lacking
+
+    def _fetch(self, engine: Engine) -> None:
+        """Fetch the state and load it: straight in this worker's own tensors, unless it has an older state. Such a state
+        is kept until the new one is here, because it may be the only one that is left."""
+        in_place = not self.has_state
+        own, device = (self._state.own_tensors(), self._state.device) if in_place else (None, None)
+        self._is_torn = self._is_torn or in_place
+        state = fetch_state(engine, *self._sources, own, device)
+        self._state.load(cast(dict[str, Any], state), in_place=in_place)
+        self._is_torn = False
+
+    def reload_state(self) -> None:
+        """Load the state that was fetched last once more: what the program has done to it since does not count."""
+        if self._state.reload():
+            return
+        engine, self.has_state = self._engine, False
+        assert engine is not None, "it was fetched in a view"
+        try:
+            self._fetch(engine)  # it is lent until this worker has done a step
+        except CommError as error:
+            raise MustBeReplaced(
+                f"the program of {self._member.me} has changed parameters before its first step, and the state could not be "
+                f"fetched once more ({error}): it has to be replaced"
+            ) from None
+        self.has_state = True
+        self._state.forget_loaded()
 
     def report_fetched(self, view: EnteredView) -> Handle | None:
         """Report that this worker has the state; return what is done when everybody in the view has it."""
@@ -344,7 +365,9 @@ def lend_state(member: Member, view: int, state: object) -> int:
 
 def _contents(skeleton: str, tensors: Sequence[torch.Tensor]) -> bytes:
     """Return the table of contents of a state."""
-    return json.dumps({"skeleton": skeleton, "tensors": state_tree.describe_tensors(tensors)}).encode()
+    on_device = [number for number, tensor in enumerate(tensors) if tensor.is_cuda]
+    described = state_tree.describe_tensors(tensors)
+    return json.dumps({"skeleton": skeleton, "tensors": described, "on_device": on_device}).encode()
 
 
 def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
@@ -354,14 +377,22 @@ def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
     return _contents(skeleton, hosts), hosts
 
 
-def _allocate(table: dict[str, Any], own: Mapping[state_tree.Place, torch.Tensor]) -> list[torch.Tensor]:
-    """Return room for the tensors of a table of contents: that of `own` ones where they are alike, else new ones."""
+def _allocate(
+    table: dict[str, Any],
+    own: Mapping[state_tree.Place, torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> list[torch.Tensor]:
+    """Return room for the tensors of a table of contents: that of `own` ones where they are alike, else new ones, on
+    `device` if their holder has them on a device."""
+    own = own or {}
     places = state_tree.places(table["skeleton"]) if own else {}
+    on_device = set(table["on_device"]) if device is not None else set()
     made = []
     for number, (dtype, shape) in enumerate(table["tensors"]):
         found = own.get(places[number]) if number in places else None
         if found is None or list(found.shape) != shape or state_tree.dtype_name(found.dtype) != dtype:
-            found = torch.empty(shape, dtype=state_tree.dtype_of(dtype))
+            where = device if number in on_device else None
+            found = torch.empty(shape, dtype=state_tree.dtype_of(dtype), device=where)
         made.append(found)
     return made
 
@@ -405,7 +436,7 @@ def _broadcast(
 ) -> object:
     """Return the holder's state on all these ranks, which have its table of contents. The others pass no tensors."""
     table = json.loads(contents)
-    tensors = _allocate(table, {}) if tensors is None else tensors
+    tensors = _allocate(table) if tensors is None else tensors
     waiting = [
         engine.broadcast(f"{name}:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
         for number, tensor in enumerate(tensors)
@@ -422,9 +453,14 @@ def reclaim_state(member: Member, view: int | None = None) -> None:
 
 
 def fetch_state(
-    engine: Engine, holders: Sequence[int], num_bytes: int, own: Mapping[state_tree.Place, torch.Tensor] | None = None
+    engine: Engine,
+    holders: Sequence[int],
+    num_bytes: int,
+    own: Mapping[state_tree.Place, torch.Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> object:
-    """Fetch the state that these ranks lend, a share from each. What has its place in `own` is written there.
+    """Fetch the state that these ranks lend, a share from each. What has its place in `own` is written there; for the rest
+    there is new memory, on `device` if it is on a device there.
 
     Raises:
         CommError: one of them is lost. What is `own` may be written to in part.
@@ -433,6 +469,6 @@ def fetch_state(
     contents = torch.empty(num_bytes, dtype=torch.uint8)
     engine.request(holders[0], f"{prefix}contents", contents).wait()
     table = json.loads(bytes(contents.numpy()))
-    tensors = _allocate(table, own or {})
+    tensors = _allocate(table, own, device)
     engine.fetch(holders, f"{prefix}tensors", tensors).wait()
     return state_tree.unflatten(table["skeleton"], tensors)

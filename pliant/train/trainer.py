@@ -405,7 +405,7 @@ class Trainer:
         elif self._joins_late:
             self._joins_late = False
             self._outer.drop()
-            self.state.reload()
+            self._rendezvous.reload_state()
             self._deal_to_view()
             self._outer.begin()  # it goes on at once if this epoch has no more steps
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,10 +14,13 @@ from stage import new_workers, staged
 from subject import Fault, Task, compare
 
 from pliant.cluster import Membership, Worker
+from pliant.comm.transport import loopback_transports, view_of
 from pliant.errors import MustBeReplaced, WorkerLost
-from pliant.train import rendezvous
+from pliant.train import rendezvous, state_tree
+from pliant.train.events import Progress
+from pliant.train.job_state import JobState
 from pliant.train.phases import Report
-from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous
+from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous, fetch_state, lend_state
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -118,3 +122,66 @@ def test_a_state_is_lent_until_the_next_view_is_entered() -> None:
 def test_a_report_travels() -> None:
     report = MemberReport(7, True, False, 123, "3 replicas", {"cpu": "x"}, True)
     assert MemberReport.from_bytes(report.to_bytes().ljust(8192)) == report
+
+
+# --- a state that arrives in its place ---
+
+
+class Doubled(torch.nn.Linear):
+    """A module whose state_dict is not its memory."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.weight.data.copy_(state_dict[f"{prefix}weight"] / 2)
+
+
+def job_state(seed: int, *, steps: int) -> JobState:
+    """Return the state of a job whose program has done some steps."""
+    torch.manual_seed(seed)
+    convolution = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    model = torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(4), torch.nn.Flatten(), Doubled(16, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + seed))
+    for _ in range(steps):
+        model(torch.randn(3, 4, 4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    progress = Progress(1, 2, 3, 4, True)
+    replicas = mock.Mock(contexts=[], num_loader_workers=0)
+    adaptation = mock.Mock()
+    adaptation.state_dict.return_value = {}
+    return JobState([model], [optimizer], {}, replicas, [], adaptation, progress)
+
+
+def tensors_of(state: JobState) -> list[torch.Tensor]:
+    _, tensors = state_tree.flatten([state.models[0].state_dict(), state.optimizers[0].state_dict()["state"]])
+    return [each.clone() for each in tensors]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["cold", "warm"])
+def test_a_state_arrives_in_the_parameters_themselves(steps: int) -> None:
+    """Also in those of the optimizer, if it has done a step in the shadow. What the program does to it is noticed."""
+    with loopback_transports(view_of("AA").workers) as made:
+        engines = [transport.enter(view_of("AA", 3)) for transport in made]
+        theirs, ours = job_state(1, steps=2), job_state(2, steps=steps)
+        theirs.models[0][1].running_mean.fill_(7.0)  # type: ignore[index, union-attr]
+        theirs.use_first_buffers(theirs.buffers.save())
+        offered = lend_state(mock.Mock(transport=made[0]), 3, theirs.read())
+        assert made[0].lending.num_copied_bytes == 0
+        own = ours.own_tensors()
+        assert ("models.0.0.weight", (0, 2, 3, 1)) in own, "channels_last"
+        assert ("models.0.3.weight", ()) not in own, "it was made for the state_dict"
+        assert (("optimizers.0.state.0.exp_avg", (0, 2, 3, 1)) in own) == bool(steps)
+        places = {name: each.data_ptr() for name, each in ours.models[0].named_parameters()}
+        state = cast(dict[str, Any], fetch_state(engines[1], [0], offered, own))
+        assert torch.equal(ours.models[0][0].weight, theirs.models[0][0].weight), "it is there before it is loaded"
+        ours.load(state, in_place=True)
+        assert all(map(torch.equal, tensors_of(ours), tensors_of(theirs)))
+        assert places == {name: each.data_ptr() for name, each in ours.models[0].named_parameters()}
+        ours.optimizers[0].param_groups[0]["lr"] = 9.0
+        assert ours.reload()
+        assert ours.optimizers[0].param_groups[0]["lr"] == 0.2
+        ours.load(state, in_place=True)
+        ours.models[0][0].weight.data.clamp_(-0.1, 0.1)  # behind the back of autograd
+        assert not ours.reload(), "there is no copy of it"
