@@ -17,6 +17,7 @@ import itertools
 import json
 import pstats
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def measure(name: str, replicas: int, args: argparse.Namespace) -> dict[str, Any
     """Return the seconds of a step of both loops, in the shortest block."""
     device = torch.device(args.device)
     data = TensorDataset(torch.randn(args.block * (args.blocks + 1) * 4 * replicas, 8))
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     plain, ours = build(name, device), build(name, device)
     plain_optimizer, optimizer = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, ours))
     batches = iter(DataLoader(data, batch_size=4))
@@ -52,7 +53,7 @@ def measure(name: str, replicas: int, args: argparse.Namespace) -> dict[str, Any
         began_s = time.perf_counter()
         for _ in range(steps):
             for (x,) in itertools.islice(batches, replicas):
-                plain(x.to(device)).sum().backward()  # type: ignore[no-untyped-call]
+                plain(x.to(device)).sum().backward()
             plain_optimizer.step()
             plain_optimizer.zero_grad()
         wait()
@@ -67,7 +68,7 @@ def measure(name: str, replicas: int, args: argparse.Namespace) -> dict[str, Any
             began_s = time.perf_counter()
             for step in loader:
                 for (x,) in step:
-                    ours(x.to(device)).sum().backward()  # type: ignore[no-untyped-call]
+                    ours(x.to(device)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if (step.number + 1) % args.block == 0:
