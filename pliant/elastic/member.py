@@ -57,6 +57,7 @@ class Member:
         self._latest = Membership()
         self._wanted: tuple[Worker, ...] = ()
         self._prepared: dict[int, Membership] = {}
+        self._newest = 0
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
         self._closing = False
@@ -92,7 +93,7 @@ class Member:
     @property
     def prepared(self) -> int:
         """The newest membership to whose members this worker is connected; 0 before there is one."""
-        return max(self._prepared, default=0)
+        return self._newest
 
     def prepared_membership(self, number: int) -> Membership | None:
         """Return a prepared membership; None if it is long past."""
@@ -111,7 +112,7 @@ class Member:
         if not self.elastic:
             fixed = Membership(number=self._spec.view.number, members=self._spec.view.workers)
             self.transport.connect(fixed.members, fixed.number, timeout_s=GATHER_S)
-            self._latest, self._prepared = fixed, {fixed.number: fixed}
+            self._latest, self._prepared, self._newest = fixed, {fixed.number: fixed}, fixed.number
             return
         self.transport.on_lost, self.transport.on_left = self._on_lost, self._on_left
         self._follower.start(ClusterSnapshot())
@@ -170,10 +171,14 @@ class Member:
                     continue
             done = membership.number
             with self._changed:
-                self._prepared[membership.number] = membership
-                for old in sorted(self._prepared)[:-KEPT_MEMBERSHIPS]:
-                    del self._prepared[old]
+                self._note_prepared(membership)
                 self._changed.notify_all()
+
+    def _note_prepared(self, membership: Membership) -> None:
+        self._prepared[membership.number] = membership
+        for old in sorted(self._prepared)[:-KEPT_MEMBERSHIPS]:
+            del self._prepared[old]
+        self._newest = max(self._prepared)
 
     def _is_stale(self, membership: Membership) -> bool:
         return self._closing or self._latest.number != membership.number or self._latest.over

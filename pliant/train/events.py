@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -26,8 +27,7 @@ class Progress:
         self.in_epoch = other.in_epoch
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(NamedTuple):
     """A step that all replicas have done, as one worker saw it.
 
     With sync="priority" some sums of the step may still be on their way. If a worker is lost before they arrive, the

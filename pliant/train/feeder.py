@@ -28,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -55,7 +56,7 @@ from pliant.train.loader_process import (
 from pliant.train.replica_copies import OwnGenerators
 from pliant.train.replica_stream import StreamResume
 from pliant.train.sampler_copies import IndexDraws, SamplerCopies, draw_base_seed
-from pliant.train.sampling import PREFETCH_FACTOR, LoaderOptions, batch_indices, num_batches, sample_order
+from pliant.train.sampling import PREFETCH_FACTOR, Indices, LoaderOptions, batch_indices, num_batches, sample_order
 
 _GRACE_S = 2.0
 """How long a loader process may take to end by itself."""
@@ -277,7 +278,7 @@ class _HostedReplica:
     stream: DataPosition
     """Its position when it was hosted; the fields below continue from there."""
     turn: int
-    share: Tensor
+    share: Indices
     num_batches: int
     """The batches of its epoch; with a sampler of its own, those whose indices are drawn."""
     batch: int
@@ -429,7 +430,7 @@ class ReplicaLoader:
                 continue
             if stream.consumed not in orders:
                 orders[stream.consumed] = self._sample_order(stream)
-            share = orders[stream.consumed][replica :: self._num_replicas]
+            share = orders[stream.consumed].numpy()[replica :: self._num_replicas]
             self._hosted[replica] = self._make_hosted(replica, stream, turn, share)
         for hosted in before.values():
             self._drop_tracks(hosted)
@@ -556,7 +557,7 @@ class ReplicaLoader:
             hosted = ", ".join(map(str, self._hosted)) or "none"
             raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
-    def _make_hosted(self, replica: int, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
+    def _make_hosted(self, replica: int, stream: DataPosition, turn: int, share: Indices) -> _HostedReplica:
         unused: dict[int, Any] = {}
         if stream.left is not None and stream.order is not None and stream.batch == 0:
             last = sample_order(len(self._dataset), self._num_replicas, stream.order, self._options, 0)
@@ -596,7 +597,7 @@ class ReplicaLoader:
         return _HostedReplica(
             stream=stream,
             turn=turn,
-            share=torch.empty(0),
+            share=np.empty(0, dtype=np.int64),
             num_batches=draws.drawn if draws.begun else 0,
             batch=stream.batch,
             base_seed=stream.base_seed,

@@ -121,6 +121,8 @@ class Job:
     @property
     def rank(self) -> int:
         """This worker's rank in the present view."""
+        if self._parts is not None and self._parts.trainer.engine is not None and not self.in_shadow:
+            return self._parts.trainer.engine.rank
         view, me = self._view, self._member.me
         rank = view.rank_of(me) if view is not None and me in view.workers else 0
         return max(1, rank) if self.in_shadow else rank  # it is not the first, whatever it was started as

@@ -352,9 +352,11 @@ class StepTimer:
         self.began_s, self.compute_s = now_s, 0.0
         self._sent_bytes, self._pressure = sent, pressure
 
-    def begin_step_alone(self) -> None:
-        """Start the timer of a step in which nothing is sent."""
-        self.began_s, self.compute_s = time.monotonic(), 0.0
+    def begin_turn_alone(self, begins_step: bool) -> None:
+        """Begin to compute in a pass in which nothing is sent."""
+        self._turn_began_s, self._waited_s = time.monotonic(), 0.0
+        if begins_step:
+            self.began_s, self.compute_s = self._turn_began_s, 0.0
 
     def begin_turn(self, waited_s: float) -> None:
         """Begin to compute; `waited_s` is the total time waited for the network so far."""

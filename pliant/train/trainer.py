@@ -101,6 +101,7 @@ class Trainer:
         """`loss_scale` returns the product of all gradient scalers' factors."""
         self.state, self.progress, self.replicas = state, state.progress, state.replicas
         self.reducers, self.adaptation, self.averaging = state.reducers, state.adaptation, state.averaging
+        self._parameters = [parameter for reducer in self.reducers for parameter in reducer.parameters]
         self.deferred, self.sync, self.feeder = deferred, sync, feeder
         self.phases = PhaseMachine(elastic=member.elastic, keeps_start=sync.may_defer)
         self._own_switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
@@ -125,7 +126,8 @@ class Trainer:
         """Whether this worker has no others beside it, and hosts the only replica, so that nothing has to be switched,
         exchanged or kept."""
         self._taken: DataPosition | None = None
-        """The data position after the last turn of the only replica, where it is not dealt its samples."""
+        """The data position after the last turn of the only replica. None if it is dealt its samples: the feeder tells the
+        same later."""
         self._meetings = meetings
         self._step: Step | None = None
         """The step in progress; None between steps."""
@@ -378,7 +380,8 @@ class Trainer:
 
     def _begin_step(self, epoch: int) -> bool:
         """Enter the right view and begin a step; return False if the epoch is over."""
-        self.settle()
+        if self._is_left:
+            self.settle()
         if self.replicas.is_live and self._may_go_on_alone(epoch):
             return self._begin_step_alone()
         while True:
@@ -435,7 +438,7 @@ class Trainer:
         return False
 
     def _count_writes(self) -> int:
-        return sum(parameter._version for reducer in self.reducers for parameter in reducer.parameters)
+        return sum([parameter._version for parameter in self._parameters])
 
     def _close_step(self) -> None:
         """End a step that an iterator keeps open, and that the program has left."""
@@ -481,7 +484,7 @@ class Trainer:
             self._lost(error)  # the machine remembers it
         self._outer.note_draws()  # a checkpoint of this step has them
         if self._is_alone and not self.replicas.is_live:
-            self._note_position()
+            self._taken = None if self.replicas.loading.is_dealt else self.feeder.stream(0)
             self._outer.begin_live(self._stream_alone)
         self._tell_listeners(is_left)
 
@@ -510,6 +513,11 @@ class Trainer:
 
     def turns(self, step: Step) -> Iterator[Any]:
         """Yield the batches of the replicas hosted here, one turn each; then sum their gradients."""
+        if self.replicas.is_live and step is self._step and self.turn is None and not self._left_early:
+            return self._turn_alone(step)
+        return self._turns_of_block(step)
+
+    def _turns_of_block(self, step: Step) -> Iterator[Any]:
         if step is not self._step:
             raise TrainError(f"step {step.number} is over: iterate over it in its own body of the loop")
         if self.turn is not None:
@@ -519,9 +527,6 @@ class Trainer:
             )
         self.check_outer(f"a loop over step {step.number}")
         if self.is_taken_back:
-            return
-        if self.replicas.is_live:
-            yield from self._turn_alone(step)
             return
         self._begin_pass()
         place = f"the loop over step {step.number}"
@@ -658,10 +663,6 @@ class Trainer:
     def _stream_alone(self) -> DataPosition:
         return self._taken if self._taken is not None else self.feeder.stream(0)
 
-    def _note_position(self) -> None:
-        """Keep the position of the only replica, unless the feeder tells the same later: own data may change meanwhile."""
-        self._taken = None if self.replicas.loading.is_dealt else self.feeder.stream(0)
-
     def _may_go_on_alone(self, epoch: int) -> bool:
         """Return whether the next step of this epoch begins where the last one has ended: in the same view, with the
         generators and buffers of the process as they are."""
@@ -687,10 +688,9 @@ class Trainer:
 
     def _turn_alone(self, step: Step) -> Iterator[Any]:
         """Yield the batch of the only replica. Its gradients need no sum, and its context is the process itself."""
-        begins_step, timer, reducers = not self._passes_in_step, self._timer, self.reducers
-        if begins_step:
-            self._writes_first = self._writes_first or self._count_writes() != self._versions
-            timer.begin_step_alone()
+        reducers, begins_step = self.reducers, not self._passes_in_step
+        if begins_step and not self._writes_first:
+            self._writes_first = self._count_writes() != self._versions
         batch = self._batches.load(0)
         assert batch, "the step has begun with a batch"
         self.phases.begin_pass_alone()
@@ -698,15 +698,12 @@ class Trainer:
         for reducer in reducers:
             reducer.begin_pass(begins_step=begins_step)
             reducer.begin_turn(0)
-        timer.begin_turn(0.0)
+        self._timer.begin_turn_alone(begins_step)
         self._left_early = True
         try:
             yield batch[0]
-            if turn.outcome is Outcome.NOTHING and not turn.kept and any(each.handed_in for each in reducers):
-                timer.end_turn(0.0)
-                if turn.figures:
-                    step.means |= {name: 0.0 + turn.number(name) for name in sorted(turn.figures)}
-                self._end_pass_alone()
+            if turn.outcome is Outcome.NOTHING and not turn.kept and any([each.handed_in for each in reducers]):
+                self._end_pass_alone(step, turn)
             else:
                 self._pass.clear()
                 self._perform(self._end_turn(), self._exchange_turns, f"the loop over step {step.number}")
@@ -717,16 +714,20 @@ class Trainer:
             for reducer in reducers:
                 reducer.end_turns()
 
-    def _end_pass_alone(self) -> None:
+    def _end_pass_alone(self, step: Step, turn: Turn) -> None:
         """Do what `_exchange_turns` and `_count_pass` do."""
-        prepared, entered = self._member.prepared, self._member.entered
-        if prepared > entered:
-            self._handle(ChangeAgreed(prepared))
-        self.phases.end_pass_alone()
-        self.progress.passes, self._last_pass_in = self.phases.passes, entered
+        self._timer.end_turn(0.0)
+        if turn.figures:
+            step.means |= {name: 0.0 + turn.number(name) for name in sorted(turn.figures)}
+        member, phases = self._member, self.phases
+        if member.prepared > member.entered:
+            self._handle(ChangeAgreed(member.prepared))
+        phases.end_pass_alone()
+        self.progress.passes, self._last_pass_in = phases.passes, member.entered
         for reducer in self.reducers:
             reducer.end_pass()
-        self._note_position()
+        if not self.replicas.loading.is_dealt:
+            self._taken = self.feeder.stream(0)
         self._passes_in_step += 1
 
     # --- what travels with a pass ---

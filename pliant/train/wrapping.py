@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
 from pliant.train.deferred import DeferredUpdates, gate_state, hidden_uses, watch_state
@@ -165,25 +166,18 @@ def hook_optimizer(
     """Make `step` refuse a closure and the wrong place, and use learning rates times `rate_factor`. Returns a function
     that removes the hooks."""
     scaled = contextlib.ExitStack()
-
-    is_scaled = False
+    hooks: list[RemovableHandle] = []
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal is_scaled
         if len(args) > 1 or kwargs:
             _refuse_closure(optimizer, *args[1:], kwargs.get("closure"))
         check_outer("optimizer.step()")
         if (factor := rate_factor()) != 1.0:
+            if len(hooks) == 1:
+                hooks.append(optimizer.register_step_post_hook(lambda *_: scaled.close()))
             scaled.enter_context(_scaled_rates(optimizer, factor))
-            is_scaled = True
 
-    def after(*_: Any) -> None:
-        nonlocal is_scaled
-        if is_scaled:
-            is_scaled = False
-            scaled.close()
-
-    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    hooks.append(optimizer.register_step_pre_hook(before))
 
     def remove() -> None:
         for hook in hooks:

@@ -469,7 +469,7 @@ class SimulatedMember(Member):
         self.me, self.elastic, self.max_members, self.entering = actor.worker, True, None, False
         self.transport = SimulatedTransport(actor)  # type: ignore[assignment]
         self._latest, self._wanted, self._current = Membership(), (), ()
-        self._prepared, self._entered, self._closing = {}, -1, False
+        self._prepared, self._newest, self._entered, self._closing = {}, 0, -1, False
         self._changed = self  # type: ignore[assignment]
         self._follower = mock.Mock(reached_s=math.inf)
         self._sender = self  # type: ignore[assignment]
@@ -490,7 +490,7 @@ class SimulatedMember(Member):
         self._on_change(self._world.server.snapshot)
         members = self._latest.members[: self.max_members]
         if self.me not in members or all(self._world.lives(worker) for worker in members):
-            self._prepared[self._latest.number] = self._latest
+            self._note_prepared(self._latest)
 
     # --- in place of the condition that threads wait for ---
 

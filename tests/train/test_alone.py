@@ -265,8 +265,8 @@ def test_what_is_drawn_behind_its_back_is_noticed(data: str, monkeypatch: pytest
     """A negative control: the comparison would find a context that is looked at too early."""
     whole, original = Run(draw, data), Trainer._end_pass_alone
 
-    def too_early(trainer: Trainer) -> None:
-        original(trainer)
+    def too_early(trainer: Trainer, *about: Any) -> None:
+        original(trainer, *about)
         trainer.replicas.end_live()
         context = trainer.replicas.contexts[0]
         trainer.replicas.begin_live(lambda: context)
