@@ -702,7 +702,7 @@ class Trainer:
         self._left_early = True
         try:
             yield batch[0]
-            if turn.outcome is Outcome.NOTHING and not turn.kept and any([each.handed_in for each in reducers]):
+            if turn.outcome is Outcome.NOTHING and not turn.kept and any(each.handed_in for each in reducers):
                 self._end_pass_alone(step, turn)
             else:
                 self._pass.clear()
