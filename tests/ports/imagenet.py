@@ -69,5 +69,6 @@ for epoch in job.epochs(args.epochs, start=start_epoch):
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
         }
-        torch.save(checkpoint, "checkpoint.pth.tar")
+        torch.save(checkpoint, "written")
+        os.replace("written", "checkpoint.pth.tar")  # a new worker may be reading the last one
 print("bits", digest(model, optimizer, scheduler, state.best_acc1))

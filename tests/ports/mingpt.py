@@ -33,7 +33,8 @@ class Trainer:
             "optimizer_state": self.optimizer.state_dict(),
             "finished_epoch": epoch,
         }
-        torch.save(snapshot, "snapshot.pt")
+        torch.save(snapshot, "written")
+        os.replace("written", "snapshot.pt")  # a new worker may be reading the last one
 
     def run_batch(self, source, targets, train):
         with torch.set_grad_enabled(train), torch.amp.autocast("cpu", dtype=torch.float16):

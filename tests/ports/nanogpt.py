@@ -80,7 +80,8 @@ for step in job.steps(args.max_iters + 1, start=state.iter_num, batch=lambda rep
                 "iter_num": state.iter_num,
                 "best_val_loss": state.best_val_loss,
             }
-            torch.save(checkpoint, "ckpt.pt")
+            torch.save(checkpoint, "written")
+            os.replace("written", "ckpt.pt")  # a new worker may be reading the last one
     for X, Y in step:
         for micro_step in range(micro_steps):
             with nullcontext() if micro_step == micro_steps - 1 else job.no_sync():

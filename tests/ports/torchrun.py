@@ -38,7 +38,8 @@ class Trainer:
 
     def save_snapshot(self, epoch):
         snapshot = {"MODEL_STATE": self.model.state_dict(), "EPOCHS_RUN": epoch}
-        torch.save(snapshot, self.snapshot_path)
+        torch.save(snapshot, "written")
+        os.replace("written", self.snapshot_path)  # a new worker may be reading the last one
 
     def train(self, max_epochs):
         for epoch in job.epochs(max_epochs, start=self.epochs_run):
