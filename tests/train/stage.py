@@ -220,7 +220,8 @@ class Stage:
 
     def _start(self, worker: Worker, view: View) -> None:
         journal = self._folder / f"{len(self.actors)}-{worker.port}.jsonl"
-        environ = spec_of(worker, view, **self._settings).to_environ()
+        shadow = bool(self.client.membership().members)  # as a runner decides it
+        environ = spec_of(worker, view, shadow=shadow, **self._settings).to_environ()
         task = replace(self._task, journal=str(journal), environ=environ, gate=str(self._gate))
         task = replace(task, fault=self.faults.get(worker), **self.changes.get(worker, {}))
         started = Gang(train, [(task,)])

@@ -144,7 +144,9 @@ def _train(task: Task, journal: Journal) -> None:
         job.on_view_change(changes.append)
 
         def note(loss: float, samples: list[int]) -> None:
-            if job._trainer.deferred.lost is None:  # else what this forward computes does not count
+            if (
+                job._trainer.deferred.lost is None and not job.in_shadow
+            ):  # else what this forward computes does not count
                 journal.write("turn", step=job.step, replica=job.replica, loss=loss, samples=samples)
 
         for _epoch in job.epochs(task.epochs):
