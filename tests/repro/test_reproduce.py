@@ -175,6 +175,15 @@ def test_fig12_is_ok_only_if_d1_is_cheap_in_some_round() -> None:
     assert fig12.judge([cheap]) == fig12.judge([varying]) == []
     assert "in every round" in fig12.judge([dear])[0]
     assert fig12.judge([cheap, dear])
+    short = fig12.cell("neumf", {"baseline": [[0.1]] * 3, "D1": [[0.104], [0.2], [0.106]], "D1+D2": [[0.5]] * 3})
+    assert fig12.judge([cheap, short]) == ["neumf: D1 costs 6.0%, at most 5%"]
+
+
+def test_processes_that_take_turns_have_the_times_of_their_own_blocks() -> None:
+    turns = [{"step": step, "at_s": at_s} for step, at_s in enumerate([1.0, 1.1, 1.2, 5.0, 5.2, 5.4, 9.0])]
+    log = RunLog(Path(), "")
+    log.turns = {1: [Turn(replica=0, size=1, **turn) for turn in turns]}  # type: ignore[arg-type]
+    assert log.block_times_s(3) == [pytest.approx([0.1, 0.1]), pytest.approx([0.2, 0.2])]
 
 
 def turns_of_8(copy_s: float, sync_s: float) -> RunLog:

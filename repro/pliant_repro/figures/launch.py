@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -79,6 +79,9 @@ class Task:
     """Switch no replica contexts in every second step. Only its duration means anything then."""
     nudge: int | None = None
     """Change one weight by one unit in the last place after this step: a negative control."""
+
+    turns: tuple[str, str, int] | None = None
+    """Two named pipes and a number of steps: wait for a byte in the first, train so many steps, write it to the second."""
 
     resizes: tuple[tuple[int, int], ...] = ()
     """Pairs of (step, workers) that the first worker asks for; 0 workers end the job."""
@@ -236,6 +239,12 @@ class RunLog:
         ends = {turn.step: turn.at_s for turn in self.workers[0]}
         return [after - before for before, after in pairwise(ends.values())][max(0, skip - 1) :]
 
+    def block_times_s(self, block: int) -> list[list[float]]:
+        """Return the durations of the first worker's steps, by blocks of so many steps; the first of a block has none."""
+        ends = [at_s for _, at_s in sorted({turn.step: turn.at_s for turn in self.workers[0]}.items())]
+        blocks = [ends[begin : begin + block] for begin in range(0, len(ends) - block + 1, block)]
+        return [[after - before for before, after in pairwise(each)] for each in blocks]
+
     def peak_bytes(self) -> int:
         """Return the peaks of all workers' memory, added."""
         return sum(max((turn.memory_bytes for turn in worker), default=0) for worker in self.workers)
@@ -287,6 +296,36 @@ def save_digits(path: Path) -> str:
     found = load_digits()
     np.savez(path, images=(found.images / 16).astype(np.float32), labels=found.target.astype(np.int64))
     return str(path)
+
+
+def take_turns(sides: Mapping[str, tuple[Task, bool]], block: int, timeout_s: float = 600) -> dict[str, list[list[float]]]:
+    """Let several runs of one process each train in turn, `block` steps at a time; return the step times of every block.
+
+    What disturbs the machine then disturbs all of them alike. Whoever waits is blocked. The first block of each run is not
+    returned: others may still be starting then. The time from one block to the next counts for nobody.
+
+    Args:
+        sides: for each run its task, whose steps are a multiple of `block`, and whether the environment of D2 is pinned.
+    """
+    with tempfile.TemporaryDirectory(prefix="pliant-turns-") as folder, ThreadPoolExecutor(len(sides)) as pool:
+        pipes = [str(Path(folder) / f"turn{number}") for number in range(len(sides))]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        first = os.open(pipes[0], os.O_RDWR)
+        try:
+            os.write(first, b".")
+            runs = {}
+            for number, (name, (task, pinned)) in enumerate(sides.items()):
+                ring = (pipes[number], pipes[(number + 1) % len(pipes)], block)
+                runs[name] = pool.submit(train, replace(task, turns=ring), pinned=pinned, timeout_s=timeout_s)
+            logs = {name: run.result() for name, run in runs.items()}
+        except BaseException:
+            for process in list(_running):
+                process.terminate()
+            raise
+        finally:
+            os.close(first)
+    return {name: log.block_times_s(block)[1:] for name, log in logs.items()}
 
 
 def run_two_at_a_time(calls: Sequence[Callable[[], RunLog]]) -> list[RunLog]:

@@ -29,6 +29,7 @@ from pliant_repro.figures.observers import (
     Observer,
     Pace,
     ResizeRequests,
+    TakeTurns,
     TurnLog,
 )
 from pliant_repro.figures.workloads import ENDLESS, build, launched_as, seed_all
@@ -67,7 +68,9 @@ class StockJob:
     def loader(self, dataset: Any, *, batch_size: int, **more: Any) -> Iterable[Any]:
         if self._is_ddp:
             self._sampler = torch.utils.data.DistributedSampler(dataset, self.size, self.rank)
-        self._loader = torch.utils.data.DataLoader(dataset, batch_size, sampler=self._sampler, **more)
+        # Shuffled by itself or by DDP's sampler, as pliant's loader is.
+        shuffled = {"sampler": self._sampler} if self._sampler is not None else {"shuffle": True}
+        self._loader = torch.utils.data.DataLoader(dataset, batch_size, **{**shuffled, **more})
         return self
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -178,6 +181,8 @@ def _observers(task: Task, policy: Any) -> list[Observer]:
     found: list[Observer] = []
     if task.journal:
         found.append(TurnLog(task))
+    if task.turns is not None:
+        found.append(TakeTurns(task.steps, *task.turns))
     if task.pace_s or task.hold:
         found.append(Pace(task))
     if task.resizes:
