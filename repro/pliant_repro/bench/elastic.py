@@ -316,7 +316,9 @@ class StepReporter:
         self.digest = self.buffers = ""
 
     def report(self) -> None:
-        """Report that a step begins, unless this is a later turn of a step that was reported."""
+        """Report that a step begins, unless this is a later turn of a step that was reported, or a new worker warms up."""
+        if self._job.in_shadow:
+            return
         job, changes = self._job, self._job.changes
         key = (job.step, len(changes))
         if key == self._key:
@@ -359,6 +361,8 @@ def main() -> None:
                 subject.loss(model, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            if job.in_shadow:
+                continue  # a new worker warms up: this is no step of the job
             if task.device == "cuda":
                 torch.cuda.synchronize()
             if options.digests:

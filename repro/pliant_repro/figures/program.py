@@ -45,6 +45,8 @@ Python's lock held, which that thread may want (torch 2.13)."""
 class StockJob:
     """Plain PyTorch, or one rank of stock DDP, behind the part of `pliant.Job` that the loop uses."""
 
+    in_shadow = False
+
     def __init__(self, task: Task, rank: int = 0, num_ranks: int = 0) -> None:
         self.rank = self.replica = rank
         self.size, self.hosted, self.step, self.changes = max(1, num_ranks), (rank,), 0, ()
@@ -132,28 +134,29 @@ def _loop(task: Task, job: Any, work: Workload, wrapped: tuple[Any, Any, Any], o
     model, optimizer, loader = wrapped
     has_begun = False
     for epoch in job.epochs(ENDLESS if (work.fixed and not task.steps) or task.provision else task.epochs):
-        for observer in observers if not has_begun else ():
+        watching = () if job.in_shadow else observers  # a step in which a new worker warms up is none of the job's
+        for observer in watching if not has_begun else ():
             observer.begin(job)
-        has_begun = True
+        has_begun = has_begun or not job.in_shadow
         for step in loader:
             for batch in step:
-                for observer in observers:
+                for observer in watching:
                     observer.before_turn(job, work)
                 inputs, targets = work.fixed(job.step, job.replica) if work.fixed is not None else batch
                 loss = work.loss(model(inputs.to(task.device)), targets.to(task.device))
-                for observer in observers:
+                for observer in watching:
                     observer.after_forward(job, loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-                for observer in observers:
+                for observer in watching:
                     observer.after_turn(job)
             optimizer.step()
             optimizer.zero_grad()
-            stopping = [observer.after_step(job, work) for observer in observers]
+            stopping = [observer.after_step(job, work) for observer in watching]
             if any(stopping):
                 return
         if work.schedule is not None:
             work.schedule.step()
-        for observer in observers:
+        for observer in watching:
             observer.epoch_done(job, epoch, work)
 
 
