@@ -7,6 +7,7 @@ the plan decides the bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -105,17 +106,21 @@ class PreparedFold:
         self._reduce = reduce
         self._blocks: list[tuple[list[_Call], Operand, list[Operand]]] = []
         inputs, result, targets = [operand(x) for x in operands], operand(out), [operand(copy) for copy in copies]
-        count = max(_num_partial(expression) for _, _, expression in ranges)
-        spare = [operand(partial) for partial in scratch.of(out.dtype, count)]
+        programs = [(low, high, _additions(expression)) for low, high, expression in ranges]
+        spare = scratch.of(out.dtype, max(num_partial for _, _, (num_partial, _) in programs))
         block = BLOCK_BYTES // out.dtype.itemsize
         if len(out) <= block:
-            calls = [call for low, high, order in ranges for call in _calls(inputs, order, spare, result, low, high)]
+            calls = [
+                call
+                for low, high, (_, additions) in programs
+                for call in _calls(inputs, additions, spare, result, low, high)
+            ]
             self._blocks.append((calls, result, targets))
             return
-        for low, high, order in ranges:
+        for low, high, (_, additions) in programs:
             for begin in range(low, high, block):
                 end = min(begin + block, high)
-                calls = _calls(inputs, order, spare, result, begin, end)
+                calls = _calls(inputs, additions, spare, result, begin, end)
                 self._blocks.append((calls, result[begin:end], [target[begin:end] for target in targets]))
 
     def run(self) -> None:
@@ -130,45 +135,70 @@ class PreparedFold:
 _Call = tuple[Operand, Operand, Operand]
 
 
-def _num_partial(expression: Expression) -> int:
-    """Return how many partial sums are kept at a time while `expression` is computed."""
-    if isinstance(expression, int):
-        return 0
-    first, *others = map(_num_partial, expression)
-    return max(1, first, *(1 + other for other in others))
+_Addition = tuple[int, int, int]
+"""Two operands and where their sum goes. Numbers below 0 are partial sums: -1 is the first one."""
+
+
+@lru_cache(maxsize=1024)
+def _additions(expression: Expression) -> tuple[int, tuple[_Addition, ...]]:
+    """Return how many partial sums are kept at a time while `expression` is computed, and the additions."""
+    found: list[_Addition] = []
+    num_partial = 1
+
+    def add(part: Expression, kept: int) -> int:
+        """Append the additions of `part` while `kept` partial sums are in use; return where its sum is."""
+        nonlocal num_partial
+        if isinstance(part, int):
+            return part
+        num_partial = max(num_partial, kept + 1)
+        accumulated = add(part[0], kept)
+        for other in part[1:]:
+            found.append((add(other, kept + 1), accumulated, -1 - kept))
+            accumulated = -1 - kept
+        return accumulated
+
+    add(expression, 0)
+    return num_partial, tuple(found)
 
 
 def _calls(
-    operands: Sequence[Operand], expression: Expression, partial: Sequence[Operand], out: Operand, begin: int, end: int
+    operands: Sequence[Operand],
+    additions: Sequence[_Addition],
+    partial: Sequence[Operand],
+    out: Operand,
+    begin: int,
+    end: int,
 ) -> list[_Call]:
-    """Return the calls that compute `expression`: the last one writes to `out`, all others to partial sums."""
-    calls: list[_Call] = []
-
-    def value(part: Expression, kept: int, target: Operand | None = None) -> Operand:
-        """Append the calls that compute `part` while `kept` partial sums are in use; return where it is."""
-        if isinstance(part, int):
-            return operands[part][begin:end]
-        accumulator = partial[kept][: end - begin]
-        accumulated = value(part[0], kept)
-        for place, other in enumerate(part[1:], start=2):
-            result = target if target is not None and place == len(part) else accumulator
-            calls.append((value(other, kept + 1), accumulated, result))
-            accumulated = result
-        return accumulated
-
-    value(expression, 0, out[begin:end])
+    """Return the calls that carry out the additions; the last one writes to `out`."""
+    length = end - begin
+    calls = [
+        (
+            operands[a][begin:end] if a >= 0 else partial[-1 - a][:length],
+            operands[b][begin:end] if b >= 0 else partial[-1 - b][:length],
+            partial[-1 - target][:length],
+        )
+        for a, b, target in additions[:-1]
+    ]
+    a, b, _ = additions[-1]
+    calls.append(
+        (
+            operands[a][begin:end] if a >= 0 else partial[-1 - a][:length],
+            operands[b][begin:end] if b >= 0 else partial[-1 - b][:length],
+            out[begin:end],
+        )
+    )
     return calls
 
 
 class Scratch:
-    """Blocks for partial sums. Not thread-safe."""
+    """Blocks for partial sums, in the form that `reducer` takes. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._blocks: dict[torch.dtype, list[Operand]] = {}
 
-    def of(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    def of(self, dtype: torch.dtype, count: int) -> list[Operand]:
         """Return at least `count` blocks."""
         blocks = self._blocks.setdefault(dtype, [])
         while len(blocks) < count:
-            blocks.append(torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype))
+            blocks.append(operand(torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)))
         return blocks
