@@ -39,6 +39,8 @@ MAKE_S = 120.0
 """How long the workers of a view have to make their group. They train without it meanwhile."""
 WORK_S = 1800.0
 """The limit of the group itself for one collective. A lost worker ends it much earlier."""
+NOTICE_S = 2.0
+"""How long an error of the group waits for the engine to say which worker is lost. Both notice it at about the same time."""
 POLL_S = 50e-6
 """The interval at which a thread that waits for a device looks whether the sum is there."""
 
@@ -186,6 +188,8 @@ class SumGroup:
         self._group: Any = None
         self._error: Exception | None = None
         """Why nothing is summed any more."""
+        self._ended = threading.Event()
+        """Set with the error."""
         self._open: set[Handle] = set()
         self._lock = threading.Lock()
         self._todo: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -256,6 +260,7 @@ class SumGroup:
             self._open.clear()
         for handle in failed:
             handle.fail(error)
+        self._ended.set()
         self._todo.put(None)
         self._abort(group)
 
@@ -294,12 +299,14 @@ class SumGroup:
             self.reason = str(error)
             self._fail(error)
         except Exception as error:  # whatever torch raises
-            if self._error is None:
+            if not self._ended.wait(NOTICE_S):
                 self.reason = str(error)
                 log.warning(
                     "%s: the process group failed: %s", self._engine.view.workers[self._engine.rank], self.reason
                 )
-            self._fail(CommError(f"the process group failed: {error}"))
+            self._fail(
+                CommError(f"the process group failed: {error}. With {SETTING}=off sums go through the host's memory")
+            )
         finally:
             self._group = None
 

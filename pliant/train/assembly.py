@@ -13,6 +13,7 @@ import torch
 from pliant.adapt.monitors import StallDetector, wants_stall_detection
 from pliant.cluster import PortRange, Worker
 from pliant.comm.order import Order
+from pliant.comm.process_group import GroupOffer
 from pliant.elastic.member import Member
 from pliant.errors import TrainError
 from pliant.identity import WorkerSpec
@@ -25,6 +26,7 @@ from pliant.train.events import Listeners, Progress
 from pliant.train.feeder import Feeder
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.gradients import GradientReducer
+from pliant.train.group_path import GroupPath
 from pliant.train.guard import EVERY, Guard
 from pliant.train.job_state import JobState
 from pliant.train.meeting import MeetingWatch
@@ -138,8 +140,9 @@ def assemble(
     order = settings.order or default_order(device)
     follows_view = settings.replicas is None and spec is not None
     check_tracked(wrapped.optimizers, tracked)
+    mode = _sync_mode(settings.sync, wrapped, tracked, services.notify)
     tuner = SyncTuner(
-        _sync_mode(settings.sync, wrapped, tracked, services.notify),
+        mode,
         settings.slice_bytes,
         settings.in_flight_bytes,
         notify=services.notify_first,
@@ -156,6 +159,11 @@ def assemble(
         **watching,
     )
     deferring: dict[str, Any] = {"before_backward": deferred.unused_parameters} if tuner.may_defer else {}
+    group = None
+    is_plain = mode == "fifo" and averaging is None and len(parameters) == 1  # else sums could begin in any order
+    if is_plain and all(parameter.device == device for _, parameter in parameters[0]):
+        offer = GroupOffer.of(device, encrypted=spec is not None and bool(spec.tls_cert))
+        group = GroupPath(offer, device, "tree" if order == "tree" else "ddp") if offer.backend else None
     reducers = [
         GradientReducer(
             found,
@@ -166,6 +174,7 @@ def assemble(
             cap_bytes=wrapped.cap_bytes,
             always_sums=follows_view,
             prefix=f"{number}:" if len(parameters) > 1 else "",
+            group=group,
             **deferring,
         )
         for number, found in enumerate(parameters)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class Bucket:
     """One bucket: a flat tensor for each replica hosted here, and one for the sum."""
 
+    number: int
     name: str
     indices: list[int]
     """The indices of its parameters."""
@@ -114,6 +115,7 @@ def allocate_buckets(
         empty = partial(engine.empty, sum(sizes), members[0].dtype)
         parts = [empty() for _ in range(hosted)]
         bucket = Bucket(
+            number,
             f"{prefix}:{number}",
             list(indices),
             members,

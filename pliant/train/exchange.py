@@ -104,9 +104,9 @@ def _rows_of(gathered: Handle) -> list[bytes]:
 # --- the messages ---
 
 
-_HEAD = struct.Struct("<QQ??QQ")
-"""The step and pass, the newest membership that the worker is prepared for, whether its changes fit, whether extras follow, two
-checksums."""
+_HEAD = struct.Struct("<QQ???QQ")
+"""The step and pass, the newest membership that the worker is prepared for, whether its changes fit, whether extras follow, whether
+it has a process group, two checksums."""
 _EXTRA = struct.Struct("<IQ")
 """The replica, and the size of what its own data have kept."""
 _WORD = np.dtype("<u8")
@@ -134,6 +134,8 @@ class StepMessage:
     """A checksum of the random numbers that were drawn outside of turns."""
     checksum: int = 0
     """Of parameters and state, where they are compared; else 0."""
+    has_group: bool = False
+    """Whether this worker could sum gradients on a process group."""
     fits: bool = True
     has_extras: bool = False
     """Whether the own data of replicas here have kept something new (`DataPosition.extra`), which follows in a round of
@@ -168,7 +170,7 @@ class StepMessageCodec:
             encode_changes(known[replica].to_bytes(self._num_loaders), data)
             for replica, data in zip(self._hosted, whole, strict=True)
         ]
-        flags = None not in changes, bool(self._changed_extras(new, known))
+        flags = None not in changes, bool(self._changed_extras(new, known)), message.has_group
         head = _HEAD.pack(message.number, message.prepared, *flags, message.draws, message.checksum)
         head += pack_sync(message.sync_config, message.measured) + message.figures
         head += b"".join(message.turns).ljust(TURN_BYTES * max(self._blocks), b"\0")
@@ -198,11 +200,13 @@ class StepMessageCodec:
         end = turns + TURN_BYTES * max(self._blocks)
         messages = []
         for row, count in zip(rows, self._blocks, strict=True):
-            number, prepared, fits, has_extras, draws, checksum = _HEAD.unpack_from(row)
+            number, prepared, fits, has_extras, has_group, draws, checksum = _HEAD.unpack_from(row)
             own = [row[turns + slot * TURN_BYTES : turns + (slot + 1) * TURN_BYTES] for slot in range(count)]
             sync = unpack_sync(row[_HEAD.size : begin])
             messages.append(
-                StepMessage(number, prepared, *sync, row[begin:turns], own, draws, checksum, fits, has_extras)
+                StepMessage(
+                    number, prepared, *sync, row[begin:turns], own, draws, checksum, has_group, fits, has_extras
+                )
             )
         was_brief, self.is_brief = self.is_brief, all(each.fits for each in messages)
         if was_brief and not self.is_brief:

@@ -1,10 +1,10 @@
 """The gradients of the hosted replicas, from backward to their sum over all replicas of the job.
 
-Gradients are scaled by 1/N (by multiplication, as DDP does) and added in the order of the job. There are two ways to a sum.
+Gradients are scaled by 1/N (by multiplication, as DDP does) and added in the order of the job. There are three ways to a sum.
 Where this worker hosts all replicas, a hook on a single parameter tells that there was a backward. When it is over, all
 gradients are taken at once and added on their device (`gradient_folds`). Else a hook on each parameter writes its gradient
 to its place in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine
-sums it while backward goes on. A replica has one backward per turn whose gradients are summed; what would lead to a wrong
+sums it while backward goes on; or a process group does, where every worker has a GPU of its own (`group_path`). A replica has one backward per turn whose gradients are summed; what would lead to a wrong
 sum is refused.
 
 While gradients of several replicas are summed, `.grad` belongs to the job from the end of a turn's backward to the end of
@@ -26,7 +26,14 @@ from pliant.comm.handle import Handle
 from pliant.comm.order import Order
 from pliant.errors import TrainError, Unsliceable
 from pliant.train import notify_pull
-from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
+from pliant.train.bucket_layout import (
+    BucketItem,
+    BucketLayout,
+    first_layout,
+    in_memory_order,
+    parameter_views,
+    rebuilt_layout,
+)
 from pliant.train.buckets import (
     FIRST_PRIORITY,
     Bucket,
@@ -41,6 +48,7 @@ from pliant.train.buckets import (
 )
 from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, count_merges, make_fold
 from pliant.train.gradient_probe import GradientProbe
+from pliant.train.group_path import GroupPath
 from pliant.train.pending import Pending, PendingSum
 from pliant.train.sync import SyncConfig
 
@@ -60,6 +68,7 @@ class GradientReducer:
         always_sums: bool = False,
         prefix: str = "",
         before_backward: Callable[[], set[int]] = set,
+        group: GroupPath | None = None,
     ) -> None:
         """`order` is "ddp" or "tree". `keeps_on_host`: between turns, gradients of a GPU are kept in host memory."""
         self.order = order
@@ -74,6 +83,7 @@ class GradientReducer:
         self.ready_order: list[int] = []
         """The order in which the gradients of the last complete backward came."""
         self._handed_in = False
+        self.group = group
         self._before_backward = before_backward
         self._prefix = prefix
         self._bases: list[torch.Tensor | None] | None = None
@@ -127,6 +137,8 @@ class GradientReducer:
 
     def close(self) -> None:
         self._use_hooks(())
+        if self.group is not None:
+            self.group.close()
 
     def _use_hooks(self, indices: Collection[int]) -> None:
         """Have hooks on these parameters, and on no others."""
@@ -167,6 +179,8 @@ class GradientReducer:
         self._engine, self._blocks = engine, tuple(blocks)
         self._buckets, self._units, self._fold = [], [], None
         self._expecting = self._halted = False
+        if self.group is not None:
+            self.group.enter_view(engine, self._blocks)
         if self.probe is not None:
             self.probe.enter_view(engine, self._blocks)
 
@@ -295,6 +309,8 @@ class GradientReducer:
         self._use_hooks(self._hooks_of_turn(slot))
         if self._fold is not None and slot == 0:
             self._fold.clear()
+        if self.group is not None and slot == 0:
+            self.group.clear()
         for unit in self._units:
             unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:
@@ -613,13 +629,18 @@ class GradientReducer:
             late, self._held_back = self._held_back, bucket
             if late is not None:
                 self._send_from_device(late)
+        elif self.group is not None and self.group.in_use:
+            self.group.add(bucket.number, bucket.name, bucket.parts[self._slot])
         elif self._is_last:
             assert self._engine is not None
             bucket.handle = sum_bucket(self._engine, self._blocks, self.order, bucket)
 
     def _send_from_device(self, bucket: Bucket) -> None:
-        """Copy a full bucket to the host."""
+        """Copy a full bucket to the host, or give it to the process group."""
         flat = self._flatten(bucket, bucket.gradients(), is_plain=bucket.is_plain)
+        if self.group is not None and self.group.in_use:
+            self.group.add(bucket.number, bucket.name, flat)
+            return
         bucket.copied = self._copier.copy_to_host(flat, bucket.parts[self._slot])
 
     def _unit_full(self, unit: UnitBuffer) -> None:
@@ -684,6 +705,11 @@ class GradientReducer:
         if self._fold is not None:
             self._take_sum(self._fold)
             return
+        if self.group is not None and self.group.in_use:
+            for bucket in self._buckets:
+                self._use_sum(bucket, self.group.wait(bucket.number))
+            self._use_gradients()
+            return
         if self._on_device:
             for bucket in self._buckets:
                 assert bucket.copied is not None, "every bucket was handed in"
@@ -694,10 +720,14 @@ class GradientReducer:
             if bucket.handle is not None:
                 bucket.handle.wait()
             if self._on_device:
-                self._fetch(bucket)
+                self._use_sum(bucket, bucket.total.to(bucket.device, non_blocking=True))
             elif self.probe is not None and self.probe.wants_sums:
                 for index in bucket.indices:
                     self.sum_arrived(index)
+        self._use_gradients()
+
+    def _use_gradients(self) -> None:
+        """Make the sums the gradients of their parameters."""
         self.sums_complete()
         used = self._wait_for_used()
         # A parameter that no replica has used keeps its gradient, as with DDP.
@@ -709,12 +739,16 @@ class GradientReducer:
             if self._on_device:
                 bucket.sums = ()  # the gradients own the memory now
 
-    def _fetch(self, bucket: Bucket) -> None:
-        """Bring the sum of a bucket to the device."""
-        flat = bucket.total.to(bucket.device, non_blocking=True)
+    def _use_sum(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Show the sum of a bucket to the probe, and keep its views."""
         if self.probe is not None and self.probe.wants_sums:
-            self.probe.add_sums(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
-        bucket.sums = unflatten_sum(flat, bucket)
+            parts = flat.split(bucket.sizes)  # type: ignore[no-untyped-call]
+            if self._on_device:
+                self.probe.add_sums(bucket.indices, parts)
+            else:
+                for index, part in zip(bucket.indices, parts, strict=True):
+                    self.probe.add_sum(index, part)
+        bucket.sums = unflatten_sum(flat, bucket) if self._on_device else parameter_views(flat, bucket.parameters)
 
     # --- calls to the probe ---
 

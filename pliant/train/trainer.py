@@ -750,6 +750,7 @@ class Trainer:
             self._pass.rows,
             0 if self._is_new_view else self._outer.checksum,
             checksum,
+            has_group=any(reducer.group is not None and reducer.group.is_ready for reducer in self.reducers),
         )
         result = self._result = self._pass.run(message, shares_kept=self._member.elastic)
         self._is_new_view = False
@@ -796,6 +797,9 @@ class Trainer:
             self.state.use_first_buffers(result.buffers, are_in_models=self.hosted == range(1))
         for number, order in result.orders.items():
             self.reducers[number].rebuild(order)
+        for reducer in self.reducers:
+            if reducer.group is not None:
+                reducer.group.use_if(all(each.has_group for each in result.messages))
         self.sync.apply_decision(result.messages[0].sync_config, [each.measured for each in result.messages], self.rank)
         if result.adaptation is not None:
             self.adaptation.learn(result.adaptation)

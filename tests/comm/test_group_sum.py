@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from views import on_all
 
-from pliant.comm import order
+from pliant.comm import order, process_group
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.group_sum import GroupOrder, fold, operands_of_block, pack, plan_of
 from pliant.comm.process_group import GroupOffer, SumGroup, choose_backend
@@ -341,7 +341,11 @@ def test_a_closed_group_refuses_sums() -> None:
             made[0].sum("late", gradients(2, 5)[:1], (1, 1), "tree").wait(10)
 
 
-def test_a_group_of_torch_that_fails_is_an_error_and_not_a_hang(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_of_torch_that_fails_is_an_error_and_not_a_hang(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "NOTICE_S", 0.01)
+
     class Broken:
         def alltoall_base(self, *_: object) -> Any:
             raise RuntimeError("no route")

@@ -52,6 +52,7 @@ TOGETHER: dict[int, list[Run]] = {
     3: [*((name, 2, ()) for name in PROGRAMS if name not in OTHERS), *((TREE + name, 2, ()) for name in IN_TREE)],
     4: [
         ("conv", 4, ()),
+        (TREE + "conv", 4, ()),
         ("adamw", 3, ()),
         ("nesterov", 3, ()),
         ("conv-loaders", 2, ()),

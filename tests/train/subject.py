@@ -192,6 +192,7 @@ def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Itera
             "brief": trainer._pass._exchange.codec.is_brief,
             "crossed": job.has_pending_updates,
             "mode": stats.mode,
+            "in_group": any(each.group is not None and each.group.in_use for each in trainer.reducers),
             "slice_bytes": stats.slice_bytes,
         }
         unwritten[:] = [{"step": event.step - 1, **facts}]

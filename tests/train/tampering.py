@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from pliant.comm import order
+from pliant.comm import order, process_group
 from pliant.comm.engine import Engine
 from pliant.comm.execution import SliceExecutor
 from pliant.comm.operations import Operation
@@ -20,6 +22,7 @@ from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradient_folds import SetAdder
 from pliant.train.gradients import GradientReducer
+from pliant.train.group_path import GroupPath
 from pliant.train.pending import UndoLog
 from pliant.train.replicas import ReplicaSwitch, Tensors
 from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
@@ -216,3 +219,40 @@ def no_backward() -> Tampering:
 def nothing() -> Tampering:
     """The control of the controls."""
     return contextlib.nullcontext()
+
+
+# --- sums on a process group ---
+
+
+@contextlib.contextmanager
+def sums_on_gloo() -> Iterator[None]:
+    """Nothing is spoiled: gradients are summed on a process group of gloo, from the second pass of every view on."""
+    enter = GroupPath.enter_view
+
+    def enter_and_wait(path: GroupPath, engine: Any, blocks: Any) -> None:
+        enter(path, engine, blocks)
+        group, deadline_s = path._group, time.monotonic() + 30
+        while group is not None and not group.is_ready and not group._ended.is_set():
+            assert time.monotonic() < deadline_s, "there is no process group"
+            time.sleep(0.001)
+
+    with (
+        mock.patch.dict(os.environ, {process_group.SETTING: "gloo"}),
+        mock.patch.object(GroupPath, "enter_view", enter_and_wait),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def sums_on_gloo_in_another_order() -> Iterator[None]:
+    """The operands of a shard are added from the first to the last, whatever the order of the job."""
+
+    def fold(plan: Any, rank: int, received: torch.Tensor, result: torch.Tensor) -> None:
+        rows = received.view(-1, max(1, plan.shard_size(rank)))
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        result.copy_(total)
+
+    with sums_on_gloo(), mock.patch.object(process_group, "fold", fold):
+        yield
