@@ -1,5 +1,7 @@
-"""A few steps of a model on a device, outside of a job: which operators have no deterministic kernel, and what determinism
-costs. For `pliant doctor`."""
+"""A few steps of a model on a device, outside of a job, for `pliant doctor`.
+
+They show which operators have no deterministic kernel, and what determinism costs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Operators without a deterministic kernel: the error names operator and module, `allow` lets one pass and no other, and the
-search finds all of them. `put_` and `max_unpool2d` have no deterministic kernel on the CPU, either."""
+"""Operators without a deterministic kernel: the error that names them, `allow`, and the search that finds all of them.
+
+`put_` and `max_unpool2d` have no deterministic kernel on the CPU, either.
+"""
 
 from __future__ import annotations
 

@@ -208,9 +208,9 @@ def judge_bits(found: Part, groups: Sequence[Group], outcomes: Mapping[Group, Ou
         judge_order(found, what, order, compared, outcomes, reference)
     complete = [reference for reference in references.values() if reference]
     if len(complete) > 1 and replicas > 2:  # two numbers have only one sum
-        is_different = first_difference(complete[0], complete[1]) == 1
-        text = f"{what}, control: the orders {' and '.join(references)} have different digests from step 1 on"
-        found.judge(is_different, text if is_different else f"{what}, control: the orders do not differ")
+        step = first_difference(complete[0], complete[1])  # in the first steps all updates may round to the same
+        text = f"{what}, control: the orders {' and '.join(references)} have different digests from step {step} on"
+        found.judge(step is not None, text if step is not None else f"{what}, control: the orders do not differ")
     for group in groups:
         if group.tampered:
             step = first_difference(outcomes[group].digests, references[group.order])
