@@ -414,7 +414,7 @@ class Lending:
     def take_slot(self) -> Slot | None:
         """Return a slot that nobody reads; None if there is none."""
         if not self._free and self._num_slots == 0:
-            whole = self.memory.empty(NUM_SLOTS * PIECE_BYTES, torch.uint8)
+            whole = self.memory.empty_arena(NUM_SLOTS * PIECE_BYTES)  # peers pin it as a whole
             self._free = [Slot(each) for each in whole.split(PIECE_BYTES)]  # type: ignore[no-untyped-call]
             self._num_slots = NUM_SLOTS
         elif not self._free and self._num_slots < NUM_SLOTS:  # one was abandoned
@@ -426,6 +426,18 @@ class Lending:
         if idle is not None and idle.key is not None:
             del self._copied[idle.key]
         return idle
+
+    def prepare(self) -> None:
+        """Have slots that are pinned, before somebody asks. Any thread."""
+
+        def pin_slots() -> None:
+            slot = self.take_slot()
+            if slot is not None:
+                memory = slot.memory
+                self.give_back(slot)
+                self.copies.submit(CopyJob([], [], lambda _: self.pin_own(memory)))
+
+        self.call(pin_slots)
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot, and serve who waits for one."""

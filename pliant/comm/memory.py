@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 ARENA_BYTES = 64 << 20
 PAGE_BYTES = mmap.PAGESIZE
+RESERVED_BYTES = 1 << 16
+"""Smaller tensors are not allocated from reserved memory."""
 
 
 # --- shared memory ---
@@ -70,6 +72,8 @@ class SharedMemory:
         self._lock = threading.RLock()
         self._free: dict[int, list[tuple[int, int]]] = {}
         self._used = 0
+        self._reserved: list[tuple[int, int, int]] = []
+        """What is left of memory that was set aside: arena, begin and end."""
         self._begins: list[tuple[int, int]] = []
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -115,13 +119,36 @@ class SharedMemory:
             places = self._free.get(size)
             if places:
                 return places.pop()
+            for number, (arena, begin, end) in enumerate(self._reserved if size >= RESERVED_BYTES else ()):
+                if end - begin >= size:
+                    self._reserved[number] = arena, begin + size, end
+                    return arena, begin
             if not self.arenas or self._used + size > self.arenas[-1].size:
-                arena = Arena.create(max(ARENA_BYTES, size))
-                self.arenas.append(arena)  # before it can be found: `locate` takes no lock
-                bisect.insort(self._begins, (arena.address, len(self.arenas) - 1))
+                self._add_arena(max(ARENA_BYTES, size))
                 self._used = 0
             offset, self._used = self._used, self._used + size
             return len(self.arenas) - 1, offset
+
+    def _add_arena(self, size: int) -> None:
+        arena = Arena.create(size)
+        self.arenas.append(arena)  # before it can be found: `locate` takes no lock
+        bisect.insort(self._begins, (arena.address, len(self.arenas) - 1))
+
+    def reserve(self, num_bytes: int) -> torch.Tensor:
+        """Set memory aside from which large tensors are allocated later; return it, for the caller to pin. A tensor takes
+        up to an eighth more than its size."""
+        with self._lock:
+            whole = self.empty_arena(num_bytes)
+            self._reserved.append((len(self.arenas) - 1, 0, len(whole)))
+            return whole
+
+    def empty_arena(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised bytes in an arena of their own, which is never used for anything else."""
+        with self._lock:
+            size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            self._add_arena(size)
+            self._used = size
+            return self.arenas[-1].bytes
 
     def _release(self, size: int, arena: int, offset: int) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +51,9 @@ class Member:
         """How many members take part; the others stand by. Set before `ready`."""
         self.entering = False
         """Whether the program is on its way into a membership: a newer one then interrupts it."""
+        self.on_prepare: Callable[[View], None] | None = None
+        """Called with the view of a coming membership, in a thread of its own, while the program trains in an older one. All
+        members wait with the change until it has returned."""
         self.transport = transport
         self._spec = spec
         self._changed = threading.Condition()
@@ -169,6 +172,11 @@ class Member:
                         log.warning("%s cannot connect to membership %d: %s", self.me, membership.number, error)
                         time.sleep(RETRY_S)
                     continue
+                if self.on_prepare is not None:
+                    try:
+                        self.on_prepare(self.view_of(membership))
+                    except Exception:
+                        log.exception("%s could not prepare for membership %d", self.me, membership.number)
             done = membership.number
             with self._changed:
                 self._note_prepared(membership)

@@ -13,6 +13,7 @@ the loop over the step. Then it is the average over all replicas. The gradients 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -183,6 +184,18 @@ class GradientReducer:
             self.group.enter_view(engine, self._blocks)
         if self.probe is not None:
             self.probe.enter_view(engine, self._blocks)
+
+    def missing_memory(self, hosted: int) -> list[tuple[int, torch.dtype]]:
+        """Return which tensors on the host the buckets of a coming view need, beside those of the present one. There this
+        worker hosts `hosted` replicas, and other workers the rest."""
+        needed = Counter[tuple[int, torch.dtype]]()
+        for indices in self.layout.buckets if self.wanted else ():
+            length = sum(self.parameters[index].numel() for index in indices)
+            needed[length, self.parameters[indices[0]].dtype] += hosted + (hosted > 1)
+        for bucket in list(self._buckets):
+            for memory in {id(each): each for each in (*bucket.parts, bucket.total)}.values():
+                needed[memory.numel(), memory.dtype] -= 1
+        return list(needed.elements())
 
     @property
     def _is_alone(self) -> bool:

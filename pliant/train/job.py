@@ -486,6 +486,8 @@ class Job:
             self._has_left_shadow = True
             raise
         self._shadow.close()
+        assert self._parts is not None, "they are made"
+        self._parts.trainer.warm_memory()
         self._shadow = self._evaluation = None
         enter_shadow(False)
 

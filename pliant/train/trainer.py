@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pliant.cluster import View
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
@@ -174,8 +175,24 @@ class Trainer:
         assert self.engine is not None, "join() comes first"
         return self.engine
 
+    def _prepare_view(self, view: View) -> None:
+        """Pin what the gradients need in a view that is about to be entered, while the program trains in an older one."""
+        if self.engine is not None and view.size > 1 and self._device.type == "cuda":
+            count = view.size if self._follows_view else self.replicas.count
+            hosted = place_replicas(count, view.size, view.rank_of(self._member.me), self._blocks).hosted
+            missing = [each for reducer in self.reducers for each in reducer.missing_memory(len(hosted))]
+            self._member.transport.reserve(missing)
+
+    def warm_memory(self) -> None:
+        """Pin what the gradients of one replica will need, before the others count on this new worker. Its buckets are not
+        known yet."""
+        if self._device.type == "cuda":
+            num_bytes = sum(parameter.nbytes for each in self.reducers if each.wanted for parameter in each.parameters)
+            self._member.transport.reserve(num_bytes=num_bytes + num_bytes // 8)
+
     def join(self) -> None:
         """Enter the job, as a new worker."""
+        self._member.on_prepare = self._prepare_view
         self._rendezvous.report_ready()
         self._perform(EnterView())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from pliant.comm import lending
 from pliant.comm.engine import Engine
 from pliant.comm.frames import FrameKind, header
 from pliant.comm.lending import ByteRun, CopyJob, copy_bytes, cut_pieces
+from pliant.comm.memory import SharedMemory
 from pliant.comm.transport import Transport, loopback_transports, view_of
 from pliant.errors import CommError, Mismatch, NotStored, ViewChanged, WorkerLost
 
@@ -301,3 +304,36 @@ def test_a_piece_that_nobody_waits_for_is_returned() -> None:
         made[0]._call(lambda: link.send_control(header(FrameKind.LENT, 0, seq=77)))
         on_all([transport.engine for transport in made], Engine.barrier)
         assert returned == [77]
+
+
+# --- memory that is ready before it is needed ---
+
+
+def test_tensors_are_allocated_from_what_was_set_aside() -> None:
+    memory = SharedMemory()
+    whole = memory.reserve(1 << 20)
+    places = [memory.locate(memory.empty(60_000, torch.float32)) for _ in range(3)]
+    assert {memory.locate(whole)} == {(0, 0)}
+    kept = [memory.empty(60_000, torch.float32) for _ in range(4)]
+    assert [place and place[0] for place in map(memory.locate, kept)] == [0] * 4
+    assert places[0] == (0, 0)
+    other = memory.empty(60_000, torch.float32), memory.empty(3, torch.float32)
+    assert all((memory.locate(each) or (0, 0))[0] != 0 for each in other), "it is used up, or not for small ones"
+    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (*kept, *other))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "they do not overlap"
+    memory.close()
+
+
+def test_what_is_reserved_is_found_and_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = view_of("A").workers
+    with loopback_transports(workers, QUICK) as made:
+        pinned: list[int] = []
+        staging = mock.Mock(pin=lambda flat: pinned.append((made[0].memory.locate(flat) or (-1, 0))[0]))
+        made[0]._cuda = staging
+        made[0].reserve([(50_000, torch.float32), (50_000, torch.float32)], num_bytes=1 << 20)
+        until(lambda: len(pinned) == 4)
+        assert len(set(pinned)) == 3, "tensors, what is set aside, slots"
+        arenas = len(made[0].memory.arenas)
+        found = [made[0].empty(50_000), made[0].empty(50_000), made[0].empty(100_000)]
+        assert {(made[0].memory.locate(each) or (-1, 0))[0] for each in found} <= set(pinned)
+        assert len(made[0].memory.arenas) == arenas

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+import torch
 from pliant_repro.profiles import tensor_sizes
 
 from pliant.comm.plan import cut_portion
+from pliant.comm.transport import loopback_engines
 from pliant.train.bucket_layout import BucketItem, rebuilt_layout
 from pliant.train.buckets import (
     MAX_SLICES,
@@ -19,6 +21,7 @@ from pliant.train.buckets import (
     cut_units,
     layer_units,
 )
+from pliant.train.gradients import GradientReducer
 
 KIB = 1 << 10
 
@@ -158,3 +161,19 @@ def test_layers_are_placed_as_by_mxnet(lanes: int) -> None:
         assert all(
             abs(end - round(length / len(expected) * (part + 1))) <= len(expected) for part, end in enumerate(ends)
         )
+
+
+@pytest.mark.parametrize("hosted", [1, 2, 3])
+def test_the_memory_of_a_coming_view_is_known_before_it_is_entered(hosted: int) -> None:
+    """So that it can be pinned in advance. What the present view has is not needed again."""
+    with loopback_engines("AA") as engines:
+        parameters = [("a", torch.nn.Parameter(torch.zeros(70))), ("b", torch.nn.Parameter(torch.zeros(30)))]
+        reducer = GradientReducer(parameters, 4, find_unused=True, cap_bytes=200)
+        expected = reducer.missing_memory(hosted)
+        reducer.enter_view(engines[0], (hosted, 4 - hosted))
+        reducer.begin_turn(0)
+        memory = {id(each): each for bucket in reducer._buckets for each in (*bucket.parts, bucket.total)}
+        assert sorted(length for length, _ in expected) == sorted(each.numel() for each in memory.values())
+        assert reducer.missing_memory(hosted) == []
+        assert len(reducer.missing_memory(4)) == 2 * 5 - len(memory)
+        reducer.close()
