@@ -20,15 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import torch
-from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pliant.train.context import DataPosition, RngState, capture_rng, fill_states, restore_rng
-from pliant.train.feeder import LoaderPool, epochs_of
+from pliant.train.loader_pool import LoaderPool, PooledLoader
 from pliant.train.loader_process import LoadedBatch, LoaderSpec
 from pliant.train.outer_draws import DrawsBetween
 from pliant.train.replica_copies import (
@@ -76,7 +73,7 @@ class _HostedStream(Protocol):
     def drop(self) -> None: ...
 
 
-class StreamLoader:
+class StreamLoader(PooledLoader[_HostedStream]):
     """Loads the batches of the replicas that this worker hosts. Use it in a `with`, or `close` it."""
 
     def __init__(
@@ -89,45 +86,20 @@ class StreamLoader:
     ) -> None:
         """`dataset` is an IterableDataset, or a function of the replica that returns one. `repeats` tells whether steps
         may be repeated, so that the last batches must be kept."""
-        self.options, self.dataset = options, dataset
-        self.collate = options.collate_fn or (default_collate if options.batches else default_convert)
-        self.pins = options.pin_memory and torch.cuda.is_available()
+        super().__init__(options)
+        self.options, self.dataset, self.collate, self.pins = options, dataset, self._collate, self._pin
         self.tracks = itertools.count()
         self.notify = notify
         self._repeats = repeats
-        self._hosted: dict[int, _HostedStream] = {}
-        self._pool: LoaderPool | None = None
-        self._epoch: int | None = None
         self.changes = GivenChanges(dataset)
         self._has_told_cost = False
-        self._generator = None if options.generator is None else options.generator.get_state()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the loader processes. May be called twice."""
-        self._hosted = {}
-        self._stop()
-
-    @property
-    def pids(self) -> list[int]:
-        """The pids of the running loader processes."""
-        return [] if self._pool is None else self._pool.pids
 
     def host(
         self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
     ) -> None:
         """Load for these replicas from now on, from these positions. All must be in the same epoch."""
-        epochs = epochs_of(streams)
         before, self._hosted = self._hosted, {}
-        if epochs and epochs != {self._epoch}:
-            (self._epoch,) = epochs
-            if not self.options.persistent_workers:
-                self._stop()
+        if self._enter_epoch(streams):
             self.changes.begin_epoch(
                 [each.stream.dataset for each in before.values() if isinstance(each, _LocalStream)]
             )
@@ -175,7 +147,7 @@ class StreamLoader:
         The generators of this process must be those of the replica: its first batch of an epoch draws the base seed,
         and without loader processes the samples are made here.
         """
-        hosted = self._hosted_stream(replica)
+        hosted = self._hosted_replica(replica)
         if hosted.again:
             taken = hosted.again.popleft()
             if _fits(taken, capture_rng()):
@@ -198,17 +170,17 @@ class StreamLoader:
 
     def last_size(self, replica: int) -> int:
         """Return the number of samples in the batch that `replica` took last."""
-        return self._hosted_stream(replica).size
+        return self._hosted_replica(replica).size
 
     def stream(self, replica: int) -> DataPosition:
         """Return the position of `replica` after the batches taken so far."""
-        hosted = self._hosted_stream(replica)
+        hosted = self._hosted_replica(replica)
         return hosted.again[0].before if hosted.again else hosted.position
 
     def has_more(self, replicas: Sequence[int]) -> bool:
         """Return whether these replicas may have another batch. That is not known before they are asked for it, and
         `next` raises StopIteration."""
-        hosted = self._hosted_stream(replicas[0])
+        hosted = self._hosted_replica(replicas[0])
         return bool(hosted.again) or not hosted.ended
 
     def set_epoch(self, epoch: int) -> None:
@@ -216,13 +188,6 @@ class StreamLoader:
         processes do not notice, as with a `DataLoader`."""
         local = [each.stream.dataset for each in self._hosted.values() if isinstance(each, _LocalStream)]
         self.changes.set_epoch(epoch, local)
-
-    def _hosted_stream(self, replica: int) -> _HostedStream:
-        try:
-            return self._hosted[replica]
-        except KeyError:
-            hosted = ", ".join(map(str, self._hosted)) or "none"
-            raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
     # --- for the streams ---
 
@@ -237,27 +202,22 @@ class StreamLoader:
         return replace(position, base_seed=base_seed, seeds=position.seeds + 1), base_seed
 
     def pool(self) -> LoaderPool:
-        if self._pool is None:
-            options = self.options
-            spec = LoaderSpec(
-                self.dataset,
-                self.collate,
-                options.worker_init_fn,
-                options.num_workers,
-                options.batches,
-                self.stream_options,
-            )
-            self._pool = LoaderPool(spec, options.multiprocessing_context, pin=self.pins, timeout_s=options.timeout)
-        return self._pool
+        return self._running_pool()
+
+    def _loader_spec(self) -> LoaderSpec:
+        options = self.options
+        return LoaderSpec(
+            self.dataset,
+            self.collate,
+            options.worker_init_fn,
+            options.num_workers,
+            options.batches,
+            self.stream_options,
+        )
 
     @property
     def is_running(self) -> bool:
         return self._pool is not None
-
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
 
     def prefetch(self) -> None:
         """Request batches of all replicas hosted here."""

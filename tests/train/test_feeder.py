@@ -315,7 +315,7 @@ def test_batches_are_pinned_on_their_way(
 ) -> None:
     """The path of a batch through the pinning thread; only the copy itself needs a GPU."""
     pinned = []
-    monkeypatch.setattr("pliant.train.feeder.pin_memory", lambda data: pinned.append(len(data)) or data)
+    monkeypatch.setattr("pliant.train.loader_pool.pin_memory", lambda data: pinned.append(len(data)) or data)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -382,7 +382,7 @@ class Waiting(Augmented):
 
 @pytest.mark.processes
 def test_a_silent_dataset_is_reported_and_ended(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.train.feeder._GRACE_S", 0.1)
+    monkeypatch.setattr("pliant.train.loader_pool._GRACE_S", 0.1)
     with ReplicaLoader(Waiting(), LoaderOptions(num_workers=1, timeout=0.2), 1) as feeder:
         feeder.host({0: DataPosition()})
         with pytest.raises(TrainError, match=r"gave no batch in timeout=0\.2 s"):
