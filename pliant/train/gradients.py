@@ -280,6 +280,11 @@ class GradientReducer:
         """The gradients of earlier passes that the turns of this pass add to; None if there are none."""
         return self._bases
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether it is known that no parameter has a gradient."""
+        return self._is_clean
+
     def end_pass(self) -> None:
         """End the pass: it counts, and the parameters have its sums."""
         self._in_pass = False
@@ -381,7 +386,7 @@ class GradientReducer:
         if not self._resting and not self._halted and not self._queued and self._is_noticing:
             changed = self._changed()
             if changed and not self._expecting:
-                self._refuse_second_backward(changed[0])
+                self.refuse_second_backward(changed[0])
             if changed:
                 self._backward_done()
 
@@ -443,7 +448,8 @@ class GradientReducer:
         if self.waits_for_order and self._slot == 0:
             self.ready_order.append(index)
 
-    def _refuse_second_backward(self, index: int) -> NoReturn:
+    def refuse_second_backward(self, index: int) -> NoReturn:
+        """Raise TrainError: a turn has had two backwards, of which the second has reached this parameter."""
         raise TrainError(
             f"a second backward reached {self.names[index]!r} in one turn: a turn has one backward whose gradients are "
             "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over the "
@@ -452,7 +458,7 @@ class GradientReducer:
 
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
-            self._refuse_second_backward(index)
+            self.refuse_second_backward(index)
         self._unseen = self._before_backward()
         if index in self._unseen:
             self._collect(index, self.parameters[index])

@@ -560,8 +560,7 @@ class Job:
             if self._parts is not None:
                 self._parts.checkpointing.close()
             if self._trainer is not None:
-                for reducer in self._trainer.reducers:
-                    reducer.close()
+                self._trainer.close()
                 self._trainer.adaptation.close()
                 with contextlib.suppress(CommError):
                     self._trainer.deferred.flush()

@@ -28,6 +28,7 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
 from pliant.errors import CommError, MustBeReplaced, TrainError
 from pliant.train import trace
+from pliant.train.backward_watch import BackwardWatch
 from pliant.train.context import RNG_BYTES, DataPosition, ReplicaContext, RngState, capture_rng
 from pliant.train.deferred import DeferredUpdates, is_survivable
 from pliant.train.events import Listeners, StepCommitted, ViewChanges
@@ -102,6 +103,7 @@ class Trainer:
         """`loss_scale` returns the product of all gradient scalers' factors."""
         self.state, self.progress, self.replicas = state, state.progress, state.replicas
         self.reducers, self.adaptation, self.averaging = state.reducers, state.adaptation, state.averaging
+        self._watches = [BackwardWatch(reducer) for reducer in self.reducers]
         self._parameters = [parameter for reducer in self.reducers for parameter in reducer.parameters]
         self.deferred, self.sync, self.feeder = deferred, sync, feeder
         self.phases = PhaseMachine(elastic=member.elastic, keeps_start=sync.may_defer)
@@ -573,7 +575,7 @@ class Trainer:
     def skip_turn(self, what: str, outcome: Outcome) -> None:
         """Let the replica whose turn it is have no backward."""
         turn = self.running_turn(what)
-        if any(reducer.handed_in for reducer in self.reducers):
+        if any(each.handed_in for each in (self._watches if self.replicas.is_live else self.reducers)):
             raise TrainError(f"{what} after the backward of replica {turn.replica}: its gradients are on their way")
         turn.outcome = outcome
         self.deferred.unused_parameters()  # zeros must not be written where sums of the last step are on their way
@@ -705,31 +707,32 @@ class Trainer:
 
     def _turn_alone(self, step: Step) -> Iterator[Any]:
         """Yield the batch of the only replica. Its gradients need no sum, and its context is the process itself."""
-        reducers, begins_step = self.reducers, not self._passes_in_step
+        watches, begins_step = self._watches, not self._passes_in_step
         if begins_step and not self._writes_first:
             self._writes_first = self._count_writes() != self._versions
         batch = self._batches.load(0)
         assert batch, "the step has begun with a batch"
         self.phases.begin_pass_alone()
         turn = self.turn = Turn(0, 0, True)
-        for reducer in reducers:
-            reducer.begin_pass(begins_step=begins_step)
-            reducer.begin_turn(0)
+        for watch in watches:
+            watch.begin_turn(begins_step=begins_step)
         self._timer.begin_turn_alone(begins_step)
         self._left_early = True
         try:
             yield batch[0]
-            if turn.outcome is Outcome.NOTHING and not turn.kept and any(each.handed_in for each in reducers):
+            if turn.outcome is Outcome.NOTHING and not turn.kept and any(each.handed_in for each in watches):
                 self._end_pass_alone(step, turn)
             else:
+                for watch in watches:
+                    watch.hand_over()
                 self._pass.clear()
                 self._perform(self._end_turn(), self._exchange_turns, f"the loop over step {step.number}")
                 self._outer.begin()
             self._left_early = False
         finally:
             self.turn = None
-            for reducer in reducers:
-                reducer.end_turns()
+            for watch in watches:
+                watch.end_turn()
 
     def _end_pass_alone(self, step: Step, turn: Turn) -> None:
         """Do what `_exchange_turns` and `_count_pass` do."""
@@ -967,6 +970,11 @@ class Trainer:
             self.progress.epoch_step = 0
             self.progress.in_epoch = False
             self._loop_of, self.state.answers, self._answers_read = None, [], 0
+
+    def close(self) -> None:
+        """Remove all hooks from the parameters."""
+        for each in (*self.reducers, *self._watches):
+            each.close()
 
     def finish(self) -> None:
         """Leave once every worker has the last step: until then one of them may need this worker's state."""
