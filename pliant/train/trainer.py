@@ -973,8 +973,10 @@ class Trainer:
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
-        for each in (*self.reducers, *self._watches):
-            each.close()
+        for reducer in self.reducers:
+            reducer.close()
+        for watch in self._watches:
+            watch.close()
 
     def finish(self) -> None:
         """Leave once every worker has the last step: until then one of them may need this worker's state."""
