@@ -163,6 +163,10 @@ class GradientReducer:
         """Replace L1 by L2 for good."""
         self._sentinel = ready_order[-1]  # so that its hook comes when backward is nearly over
         self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
+        self._left_layout = True
+
+    _left_layout = False
+    """Whether L1 was replaced in the step in progress."""
 
     def disable_sums(self) -> None:
         """Leave gradients where backward puts them."""
@@ -293,6 +297,10 @@ class GradientReducer:
         """End the step: it is committed. What it leaves is what the next one may add to."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             self._leaves_gradients = any(parameter.grad is not None for parameter in self.parameters)
+        if self._left_layout:
+            self._left_layout = False
+            if self._engine is not None and not self._on_device:
+                self._engine.release_unused()  # the buckets of L1, which nobody needs again
 
     def carried(self) -> list[torch.Tensor | None] | None:
         """Return copies of the gradients that the next pass may add to; None if there are none, or if the program clears
