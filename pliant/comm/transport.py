@@ -277,17 +277,21 @@ class Transport:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return self.memory.empty(math.prod(sizes), dtype).view(sizes)
 
-    def reserve(self, tensors: Sequence[tuple[int, torch.dtype]] = (), num_bytes: int = 0) -> None:
-        """Pin memory for these tensors (lengths and types), or for so many bytes of any, and for what is lent, before a view
-        needs it. Blocks the calling thread, which should not be the one that trains."""
-        staging = self.cuda_staging()
+    def reserve(
+        self, tensors: Sequence[tuple[int, torch.dtype]] = (), num_bytes: int = 0, *, pins: bool = False
+    ) -> None:
+        """Have memory for these tensors (lengths and types), or for so many bytes of any, before a view needs it: the first
+        use of a page costs more than most that is done with it. If `pins`, pin it, and the memory for what is lent. Blocks
+        the calling thread, which should not be the one that trains."""
+        prepare = self.cuda_staging().pin if pins else torch.Tensor.zero_
         made = []
         for length, dtype in tensors:
             made.append(self.memory.empty(length, dtype))
-            staging.pin(made[-1])
+            prepare(made[-1])
         if num_bytes:
-            staging.pin(self.memory.reserve(num_bytes))
-        self.lending.prepare()
+            prepare(self.memory.reserve(num_bytes))
+        if pins:
+            self.lending.prepare()
 
     def lend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Let peers fetch these tensors as they are, on whatever device. Nothing is copied until somebody asks, so they

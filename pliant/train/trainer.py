@@ -178,19 +178,20 @@ class Trainer:
         return self.engine
 
     def _prepare_view(self, view: View) -> None:
-        """Pin what the gradients need in a view that is about to be entered, while the program trains in an older one."""
-        if self.engine is not None and view.size > 1 and self._device.type == "cuda":
+        """Have the memory that the gradients need in a view that is about to be entered, while the program trains in an
+        older one."""
+        if self.engine is not None and view.size > 1:
             count = view.size if self._follows_view else self.replicas.count
             hosted = place_replicas(count, view.size, view.rank_of(self._member.me), self._blocks).hosted
             missing = [each for reducer in self.reducers for each in reducer.missing_memory(len(hosted))]
-            self._member.transport.reserve(missing)
+            self._member.transport.reserve(missing, pins=self._device.type == "cuda")
 
     def warm_memory(self) -> None:
-        """Pin what the gradients of one replica will need, before the others count on this new worker. Its buckets are not
-        known yet."""
-        if self._device.type == "cuda":
-            num_bytes = sum(parameter.nbytes for each in self.reducers if each.wanted for parameter in each.parameters)
-            self._member.transport.reserve(num_bytes=num_bytes + num_bytes // 8)
+        """Have the memory that the gradients of one replica will need, before the others count on this new worker. Its
+        buckets are not known yet."""
+        num_bytes = sum(parameter.nbytes for each in self.reducers if each.wanted for parameter in each.parameters)
+        if num_bytes:
+            self._member.transport.reserve(num_bytes=num_bytes + num_bytes // 8, pins=self._device.type == "cuda")
 
     def join(self) -> None:
         """Enter the job, as a new worker."""

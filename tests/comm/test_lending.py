@@ -330,7 +330,7 @@ def test_what_is_reserved_is_found_and_pinned_once(monkeypatch: pytest.MonkeyPat
         pinned: list[int] = []
         staging = mock.Mock(pin=lambda flat: pinned.append((made[0].memory.locate(flat) or (-1, 0))[0]))
         made[0]._cuda = staging
-        made[0].reserve([(50_000, torch.float32), (50_000, torch.float32)], num_bytes=1 << 20)
+        made[0].reserve([(50_000, torch.float32), (50_000, torch.float32)], num_bytes=1 << 20, pins=True)
         until(lambda: len(pinned) == 4)
         assert len(set(pinned)) == 3, "tensors, what is set aside, slots"
         arenas = len(made[0].memory.arenas)

@@ -93,9 +93,7 @@ def test_a_worker_is_killed(moment: str, rank: int, tmp_path: Path) -> None:
         codes = sorted(actor.exit_code or 0 for actor in stage.actors)
         assert codes == [-signal.SIGKILL, *[0] * (len(codes) - 1)]
         times = sorted({commit["step"]: commit["at_s"] for commit in stage.history.commits}.items())
-        gap_s = max(
-            after[1] - before[1] for before, after in itertools.pairwise(times) if 4 <= before[0] <= 6
-        )
+        gap_s = max(after[1] - before[1] for before, after in itertools.pairwise(times) if 4 <= before[0] <= 6)
         assert gap_s < NEXT_STEP_S
 
 
