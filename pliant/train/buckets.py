@@ -6,31 +6,29 @@ With priority a bucket is cut into units, which travel by themselves; the order 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.plan import Portion
 from pliant.train.bucket_layout import BucketLayout, parameter_views
 
 if TYPE_CHECKING:
+    from pliant.comm.engine import Engine
     from pliant.train.sync import SyncConfig
 
 
 # --- buckets in memory ---
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """One bucket: a flat tensor for each replica hosted here, and one for the sum."""
+    """One bucket: a flat tensor for each operand of this worker, and one for the sum."""
 
-    number: int
     name: str
     indices: list[int]
     """The indices of its parameters."""
@@ -38,50 +36,14 @@ class Bucket:
     sizes: list[int]
     """The number of elements of each parameter."""
     parts: list[torch.Tensor]
-    """The gradients, one tensor per hosted replica, in memory that the workers of a host share."""
+    """The operands, in memory that the workers of a host share."""
     total: torch.Tensor
     """The sum, in the same kind of memory. It is the only part itself if there is just one."""
-    whole: int
-    """A bit for each parameter."""
-    is_plain: bool
-    """Whether all parameters are contiguous."""
-    sums: Sequence[torch.Tensor] = ()
-    """Each parameter's view of the sum."""
-    copied: torch.cuda.Event | None = None
-    """CUDA: recorded when the present replica's bucket has left the device."""
-    seen: int = 0
-    """The bits of the parameters whose gradient has come in this turn."""
-    handle: Handle | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].device
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the present replica; None for parameters that it has not used."""
-        found = [parameter.grad for parameter in self.parameters]
-        if self.seen == self.whole:
-            return found
-        return [gradient if self.seen >> number & 1 else None for number, gradient in enumerate(found)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientSlot:
-    """The place of one parameter's gradient."""
-
-    bucket: Bucket
-    bit: int
-    """Its bit in `Bucket.seen`."""
-    begin: int
-    end: int
-    """`begin` and `end` of its elements in the bucket's flat tensors."""
-    views: list[torch.Tensor]
-    """CPU: where the gradient goes, for each hosted replica."""
 
 
 @dataclass(slots=True, eq=False)
 class UnitBuffer:
-    """A unit of a bucket, and its sum in the step in progress."""
+    """What travels by itself, a bucket or a unit of one; and its sum in the step in progress."""
 
     name: str
     indices: list[int]
@@ -89,62 +51,61 @@ class UnitBuffer:
     parameters: list[torch.nn.Parameter]
     parts: list[torch.Tensor]
     total: torch.Tensor
+    portion: Portion | None
+    """Its place in its bucket; None if it is a whole bucket."""
+    is_plain: bool
+    """Whether all parameters are contiguous."""
+    views: list[list[torch.Tensor]]
+    """Each parameter's view of each part."""
     sums: Sequence[torch.Tensor]
-    portion: Portion
+    """Each parameter's view of the sum."""
+    last: int = -1
+    """The parameter whose gradient comes last, as far as is known."""
     priority: int = 0
-    missing: int = 0
-    """Gradients that have not come yet in this turn."""
+    is_taken: bool = False
+    """Whether the gradients of the present turn were taken."""
+    sets: list[list[torch.Tensor]] = field(default_factory=list)
+    """The sums of subtrees of this worker's replicas that are not complete yet, from left to right."""
     handle: Handle | None = None
+    flat: torch.Tensor | None = None
+    """CUDA: where the sum comes back to on the device."""
+    copied: torch.cuda.Event | None = None
+    """CUDA: recorded when the last operand has left the device."""
+    fetched: torch.cuda.Event | None = None
+    """CUDA: recorded when the sum is in `flat`."""
 
 
 def allocate_buckets(
     layout: BucketLayout,
     parameters: Sequence[torch.nn.Parameter],
     engine: Engine,
-    hosted: int,
+    num_parts: int,
     *,
     prefix: str,
     on_device: bool,
 ) -> list[Bucket]:
-    """Allocate buckets for `hosted` replicas, with the same names on all workers. If gradients are `on_device`, pin the
+    """Allocate buckets for so many operands, with the same names on all workers. If gradients are `on_device`, pin the
     memory for copies from there."""
     made = []
     for number, indices in enumerate(layout.buckets):
         members = [parameters[index] for index in indices]
         sizes = [parameter.numel() for parameter in members]
         empty = partial(engine.empty, sum(sizes), members[0].dtype)
-        parts = [empty() for _ in range(hosted)]
-        bucket = Bucket(
-            number,
-            f"{prefix}:{number}",
-            list(indices),
-            members,
-            sizes,
-            parts,
-            total=parts[0] if hosted == 1 else empty(),
-            whole=(1 << len(members)) - 1,
-            is_plain=all(parameter.is_contiguous() for parameter in members),
-        )
+        parts = [empty() for _ in range(num_parts)]
+        total = parts[0] if num_parts == 1 else empty()
+        made.append(Bucket(f"{prefix}:{number}", list(indices), members, sizes, parts, total))
         if on_device:
-            for memory in (*bucket.parts, bucket.total):
+            for memory in (*parts, total):
                 engine.pin(memory)
-        else:
-            bucket.sums = parameter_views(bucket.total, members)
-        made.append(bucket)
     return made
 
 
-def gradient_slots(buckets: Sequence[Bucket]) -> list[GradientSlot]:
-    """Return the place of each parameter's gradient, by its index."""
-    places: dict[int, GradientSlot] = {}
-    for bucket in buckets:
-        views = zip(*(parameter_views(part, bucket.parameters) for part in bucket.parts), strict=True)
-        begins = accumulate(bucket.sizes, initial=0)
-        for number, (index, begin, size, of_replicas) in enumerate(
-            zip(bucket.indices, begins, bucket.sizes, views, strict=False)
-        ):
-            places[index] = GradientSlot(bucket, 1 << number, begin, begin + size, list(of_replicas))
-    return [places[index] for index in range(len(places))]
+def whole_units(buckets: Sequence[Bucket]) -> list[UnitBuffer]:
+    """Return one unit for each bucket."""
+    return [
+        _make_unit(bucket.name, bucket.indices, bucket.parameters, bucket.parts, bucket.total, None)
+        for bucket in buckets
+    ]
 
 
 def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: int) -> list[UnitBuffer]:
@@ -160,78 +121,81 @@ def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: i
         bucket = buckets[unit.bucket]
         members = slice(unit.first, unit.last + 1)
         elements = slice(unit.portion.begin, unit.portion.begin + unit.length)
-        parameters, total = bucket.parameters[members], bucket.total[elements]
-        made.append(
-            UnitBuffer(
-                f"{bucket.name}:{unit.first}",
-                bucket.indices[members],
-                parameters,
-                [part[elements] for part in bucket.parts],
-                total,
-                parameter_views(total, parameters),
-                unit.portion,
-            )
-        )
+        parts = [part[elements] for part in bucket.parts]
+        name, total = f"{bucket.name}:{unit.first}", bucket.total[elements]
+        made.append(_make_unit(name, bucket.indices[members], bucket.parameters[members], parts, total, unit.portion))
     return made
+
+
+def _make_unit(
+    name: str,
+    indices: list[int],
+    parameters: list[torch.nn.Parameter],
+    parts: list[torch.Tensor],
+    total: torch.Tensor,
+    portion: Portion | None,
+) -> UnitBuffer:
+    return UnitBuffer(
+        name,
+        indices,
+        parameters,
+        parts,
+        total,
+        portion,
+        all(parameter.is_contiguous() for parameter in parameters),
+        [parameter_views(part, parameters) for part in parts],
+        parameter_views(total, parameters),
+    )
 
 
 # --- CUDA ---
 
 
-def flatten_gradients(
-    parameters: Sequence[torch.nn.Parameter],
-    gradients: Sequence[torch.Tensor | None],
-    num_replicas: int,
-    *,
-    is_plain: bool = False,
-) -> torch.Tensor:
-    """Return these gradients as one flat tensor, scaled by 1/N, with zeros for None: few large operations instead of
-    many small ones."""
-    there = [
-        torch.zeros_like(parameter) if found is None else found
-        for parameter, found in zip(parameters, gradients, strict=True)
-    ]
-    if is_plain and len(there) > 1:
-        flat: torch.Tensor = torch._utils._flatten_dense_tensors(there)  # type: ignore[no-untyped-call]
-    else:
-        length = sum(parameter.numel() for parameter in parameters)
-        flat = torch.empty(length, dtype=parameters[0].dtype, device=parameters[0].device)
-        torch._foreach_copy_(parameter_views(flat, parameters), there)
-    return flat.mul_(1.0 / num_replicas)
+def flatten_set(unit: UnitBuffer, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the gradients of a unit as one new flat tensor: few large operations instead of many small ones."""
+    if unit.is_plain and len(gradients) > 1:
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+        return flat
+    flat = torch.empty(len(unit.total), dtype=unit.total.dtype, device=unit.parameters[0].device)
+    torch._foreach_copy_(parameter_views(flat, unit.parameters), list(gradients))
+    return flat
 
 
 class DeviceCopier:
-    """Moves flat tensors on a stream of its own, while backward goes on."""
+    """Moves flat tensors on streams of its own, while backward goes on: one to the host, and one back."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._out: torch.cuda.Stream | None = None
+        self._back: torch.cuda.Stream | None = None
 
     def copy_to_host(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
-        """Copy `flat` to the host; return the event of its completion."""
-        return self._on_side_stream(flat, lambda: part.copy_(flat, non_blocking=True))
-
-    def _on_side_stream(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
+        """Copy `flat` to the host, after what the current stream does now; return the event of its completion."""
         present = torch.cuda.current_stream(flat.device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
-            act()
-            done: torch.cuda.Event = self._stream.record_event()
-        flat.record_stream(self._stream)
+        if self._out is None:
+            self._out = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        self._out.wait_stream(present)
+        with torch.cuda.stream(self._out):
+            part.copy_(flat, non_blocking=True)
+            done: torch.cuda.Event = self._out.record_event()
+        flat.record_stream(self._out)
+        return done
+
+    def copy_to_device(self, total: torch.Tensor, flat: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy `total` to the device once `flat` is free, after the event; return the event of its completion. Any
+        thread may call this, one at a time."""
+        if self._back is None:
+            self._back = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        self._back.wait_event(after)
+        with torch.cuda.stream(self._back):
+            flat.copy_(total, non_blocking=True)
+            done: torch.cuda.Event = self._back.record_event()
         return done
 
     def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-def unflatten_sum(flat: torch.Tensor, bucket: Bucket) -> Sequence[torch.Tensor]:
-    """Return each parameter's view of the bucket's sum."""
-    if bucket.is_plain:
-        views: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
-        return views
-    return parameter_views(flat, bucket.parameters)
+        """Wait until no copy uses any memory."""
+        for stream in (self._out, self._back):
+            if stream is not None:
+                stream.synchronize()
 
 
 # --- units ---

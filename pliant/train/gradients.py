@@ -2,13 +2,15 @@
 
 Gradients are scaled by 1/N (by multiplication, as DDP does) and added in the order of the job. There are three ways to a sum.
 Where this worker hosts all replicas, a hook on a single parameter tells that there was a backward. When it is over, all
-gradients are taken at once and added on their device (`gradient_folds`). Else a hook on each parameter writes its gradient
-to its place in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine
-sums it while backward goes on; or a process group does, where every worker has a GPU of its own (`group_path`). A replica has one backward per turn whose gradients are summed; what would lead to a wrong
-sum is refused.
+gradients are taken at once and added on their device (`gradient_folds`). Else a hook on one parameter of each bucket tells
+that it is complete, and the engine sums it while backward goes on (`bucket_sums`); or a process group of torch does, where
+every worker has a GPU of its own (`group_path`). All parameters have hooks in the first
+turns only, to find the order in which gradients come. A replica has one backward per turn whose gradients are summed; what
+would lead to a wrong sum is refused.
 
-While gradients of several replicas are summed, `.grad` belongs to the job from the end of a turn's backward to the end of
-the loop over the step. Then it is the average over all replicas. The gradients of a single replica are not touched at all.
+While gradients of several replicas are summed, `.grad` belongs to the job from a turn's backward to the end of the loop over
+the step: it is None after the backward, and the average over all replicas after the loop. The gradients of a single replica
+are not touched at all.
 """
 
 from __future__ import annotations
@@ -26,28 +28,10 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.order import Order
 from pliant.errors import TrainError, Unsliceable
-from pliant.train import notify_pull
-from pliant.train.bucket_layout import (
-    BucketItem,
-    BucketLayout,
-    first_layout,
-    in_memory_order,
-    parameter_views,
-    rebuilt_layout,
-)
-from pliant.train.buckets import (
-    FIRST_PRIORITY,
-    Bucket,
-    DeviceCopier,
-    GradientSlot,
-    UnitBuffer,
-    allocate_buckets,
-    cut_unit_buffers,
-    flatten_gradients,
-    gradient_slots,
-    unflatten_sum,
-)
-from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, count_merges, make_fold
+from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
+from pliant.train.bucket_sums import BucketSums
+from pliant.train.buckets import FIRST_PRIORITY, DeviceCopier, UnitBuffer
+from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, make_fold
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.group_path import GroupPath
 from pliant.train.pending import Pending, PendingSum
@@ -110,16 +94,13 @@ class GradientReducer:
         self._marks: list[tuple[torch.Tensor, int] | None] | None = None
         """The gradients of all parameters, and their versions, before what is to be noticed; None if there were none."""
         self._copier = DeviceCopier()
-        self._buckets: list[Bucket] = []
-        self._slots: list[GradientSlot] = []
-        """The place of each parameter's gradient."""
-        self._retired: list[tuple[Engine, list[Bucket]]] = []
-        self._config = SyncConfig()
-        """How sums travel in this step."""
-        self._units: list[UnitBuffer] = []
-        """The units that travel by themselves; empty if whole buckets do."""
-        self._unit_of: list[UnitBuffer] = []
-        self._cut_for: SyncConfig | None = None
+        self._sums: BucketSums | None = None
+        """Sums the gradients if other workers host replicas, too."""
+        self._arrival: dict[int, int] = {}
+        """The place of each parameter in the order in which gradients have come in the first turn."""
+        self._observed: list[int] | None = None
+        """The parameters whose gradients have come in this backward; None if most have no hook."""
+        self._retired: list[tuple[Engine, BucketSums | None]] = []
         self._expecting = self._queued = False
         self._halted = False
         """Whether the step is torn. Others may still read its memory, so that is left alone."""
@@ -130,7 +111,6 @@ class GradientReducer:
         self._slot = 0
         self._scale = 1.0
         self._is_last = False
-        self._held_back: Bucket | None = None
         self._used: torch.Tensor | None = None
         self._used_handle: Handle | None = None
         self._hooks: dict[int, RemovableHandle] = {}
@@ -157,7 +137,7 @@ class GradientReducer:
         self.waits_for_order = layout is None and self.wanted and not self._find_unused
         """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
         self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self._buckets, self._units, self._fold = [], [], None
+        self._sums = self._fold = None
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2 for good."""
@@ -179,10 +159,10 @@ class GradientReducer:
         if self._engine is not None and self._engine.may_be_written_to:
             # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
             # an old sum, into this memory, which must therefore never be used again.
-            self._retired.append((self._engine, self._buckets))
+            self._retired.append((self._engine, self._sums))
         self._copier.wait()  # before the memory of its copies is freed
         self._engine, self._blocks = engine, tuple(blocks)
-        self._buckets, self._units, self._fold = [], [], None
+        self._sums = self._fold = None
         self._expecting = self._halted = False
         if self.group is not None:
             self.group.enter_view(engine, self._blocks)
@@ -192,11 +172,13 @@ class GradientReducer:
     def missing_memory(self, hosted: int) -> list[tuple[int, torch.dtype]]:
         """Return which tensors on the host the buckets of a coming view need, beside those of the present one. There this
         worker hosts `hosted` replicas, and other workers the rest."""
+        is_added = self.order == "tree" and not self._keeps_on_host
+        operands = hosted.bit_count() if is_added else hosted
         needed = Counter[tuple[int, torch.dtype]]()
         for indices in self.layout.buckets if self.wanted else ():
             length = sum(self.parameters[index].numel() for index in indices)
-            needed[length, self.parameters[indices[0]].dtype] += hosted + (hosted > 1)
-        for bucket in list(self._buckets):
+            needed[length, self.parameters[indices[0]].dtype] += operands + (operands > 1)
+        for bucket in self._sums.buckets if self._sums is not None else ():
             for memory in {id(each): each for each in (*bucket.parts, bucket.total)}.values():
                 needed[memory.numel(), memory.dtype] -= 1
         return list(needed.elements())
@@ -213,42 +195,32 @@ class GradientReducer:
 
     def _have_memory(self, engine: Engine) -> None:
         """Have what the gradients of this view are summed in."""
-        if self._buckets or self._fold is not None or not self._is_summing:
+        if self._sums is not None or self._fold is not None or not self._is_summing:
             return
         if self._is_alone:
             memory = partial(_pinned_memory, engine) if self._keeps_on_host else None
             self._fold = make_fold(self.order, self.parameters, self.layout, self.num_replicas, memory)
             return
-        hosted = self._blocks[engine.rank]
-        self._buckets = allocate_buckets(
-            self.layout,
-            self.parameters,
+        self._sums = BucketSums(
             engine,
-            hosted,
+            self._blocks,
+            self.order,
+            self.parameters,
+            self.layout,
             prefix=f"grad:{self._prefix}{1 if self.waits_for_order else 2}",
-            on_device=self._on_device,
+            keeps_on_host=self._keeps_on_host,
+            probe=self.probe,
+            copier=self._copier,
+            group=self.group,
         )
-        self._slots = gradient_slots(self._buckets)
-        self._units, self._cut_for = [], None
 
     def plan_step(self, config: SyncConfig, order: Sequence[int]) -> None:
         """Decide how the sums of the step that begins now travel. `order` is the order in which they are wanted."""
         engine = self._engine
         assert engine is not None, "enter_view() comes first"
         self._have_memory(engine)
-        self._config = config
-        if config.mode == "fifo" or not self.wanted or engine.size == 1:
-            self._units = []
-            return
-        if not self._units or self._cut_for != config:
-            self._units = cut_unit_buffers(self._buckets, config, engine.num_lanes)
-            unit_of = {index: unit for unit in self._units for index in unit.indices}
-            self._unit_of = [unit_of[index] for index in range(len(self.parameters))]
-        self._cut_for = config
-        wanted = {index: place for place, index in enumerate(order)}
-        for unit in self._units:
-            first = min(wanted.get(index, len(self.parameters)) for index in unit.indices)
-            unit.priority = first if config.mode == "priority" else 0
+        if self._sums is not None:
+            self._sums.plan(config, order)
 
     def begin_pass(self, *, cleared: Mapping[int, bool] = MappingProxyType({}), begins_step: bool = True) -> None:
         """Remember the gradients that there are: as with DDP, every replica adds its own to them.
@@ -335,13 +307,9 @@ class GradientReducer:
         self._use_hooks(self._hooks_of_turn(slot))
         if self._fold is not None and slot == 0:
             self._fold.clear()
-        if self.group is not None and slot == 0:
-            self.group.clear()
-        for unit in self._units:
-            unit.missing, unit.handle = len(unit.indices), None
-        for bucket in self._buckets:
-            bucket.seen, bucket.handle = 0, None
-        self._slot, self._is_last, self._held_back = slot, slot == self._blocks[engine.rank] - 1, None
+        if self._sums is not None:
+            self._sums.begin_turn(slot)
+        self._slot, self._is_last = slot, slot == self._blocks[engine.rank] - 1
         self._scale = 1.0 / self.num_replicas
         if self._find_unused and self._is_summing and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
@@ -349,11 +317,12 @@ class GradientReducer:
         self._expecting, self._queued, self._resting, self._handed_in = True, False, False, False
 
     def _hooks_of_turn(self, slot: int) -> Collection[int]:
-        """Return the parameters that need a hook in this turn: all if the order of replica 0's gradients is to be found, or
-        if they are collected one by one; else one."""
-        if not self._is_alone and self._is_summing:
-            return range(len(self.parameters))
-        return range(len(self.parameters)) if self.waits_for_order and slot == 0 else (self._sentinel,)
+        """Return the parameters that need a hook in this turn: all if the order of their gradients is to be found; else one
+        for each part that travels, or a single one."""
+        triggers = self._sums.choose_triggers(self._arrival) if self._sums is not None else (self._sentinel,)
+        observes = (self.waits_for_order and slot == 0) or (self._sums is not None and not self._arrival)
+        self._observed = [] if observes else None
+        return range(len(self.parameters)) if observes else triggers
 
     def _reset_gradients(self) -> None:
         """Begin with the gradients of earlier passes, also where they are not summed: this turn may be taken again. One
@@ -381,27 +350,17 @@ class GradientReducer:
         """Return the parameters whose gradients have come, or have changed, since the marks were made."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             found = [parameter.grad for parameter in self.parameters]
-        if self._marks is None:
-            return [index for index, gradient in enumerate(found) if gradient is not None]
-        return [
-            index
-            for index, (gradient, mark) in enumerate(zip(found, self._marks, strict=True))
-            if gradient is not None and (mark is None or gradient is not mark[0] or gradient._version != mark[1])
-        ]
+        return [index for index, has in enumerate(self._has_come(range(len(found)), found)) if has]
 
     def _notice(self) -> None:
-        """Notice a backward that has not reached the parameter with the hook."""
-        if not self._resting and not self._halted and not self._queued and self._is_noticing:
+        """Notice a backward that has not reached a parameter with a hook."""
+        if not self._resting and not self._halted and not self._queued:
             changed = self._changed()
             if changed and not self._expecting:
                 self.refuse_second_backward(changed[0])
             if changed:
+                self._prepare_backward()
                 self._backward_done()
-
-    @property
-    def _is_noticing(self) -> bool:
-        """Whether backwards are noticed by their gradients, because most parameters have no hook."""
-        return self._is_alone or not self._is_summing
 
     @property
     def handed_in(self) -> bool:
@@ -420,7 +379,7 @@ class GradientReducer:
         if is_on and not self._no_sync:
             self._notice()
         self._no_sync = is_on
-        if not is_on and not self._resting and self._is_noticing:
+        if not is_on and not self._resting:
             self._marks, self._is_clean = self._versions(), False
 
     def halt(self) -> None:
@@ -439,22 +398,51 @@ class GradientReducer:
 
     # --- backward ---
 
-    def _collect(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
-        if parameter.__class__ is Pending or index in self._unseen:
-            raise TrainError(
-                f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: with "
-                "sync='priority' every use of a parameter must go through torch's Python functions, which compiled or scripted "
-                "code does not. Use sync='fifo'"
-            )
-        if self.no_sync or self._resting or self._halted:
+    def _collect(self, index: int, _: torch.nn.Parameter) -> None:
+        """Take note of a complete gradient. Called for few parameters, after the first turn."""
+        if self._no_sync or self._resting or self._halted:
             return
         if not self._queued:
-            self._begin_backward(index)
-        if self._buckets:
-            self._put(index, parameter)
-        if self.waits_for_order and self._slot == 0:
-            self.ready_order.append(index)
+            if not self._expecting:
+                self.refuse_second_backward(index)
+            self._prepare_backward()
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        if self._observed is not None:
+            if index in self._observed:
+                self._refuse_twice(index)
+            self._observed.append(index)
+        unit = self._sums.unit_at(index) if self._sums is not None else None
+        if unit is not None and not unit.is_taken:
+            self._take_unit(unit)
+
+    def _prepare_backward(self) -> None:
+        """Have all sums of the step before. Parameters that nobody was seen to use must get no gradient."""
+        if self._before_backward is set:
+            return  # sums are never deferred
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            for index in self._changed():
+                if self.parameters[index].__class__ is Pending:
+                    self._refuse_unseen(index)
+            self._unseen = self._before_backward()
+            for index in self._unseen:
+                gradient = self.parameters[index].grad
+                if gradient is not None:  # cleared to zeros, after its update
+                    self._marks = [None] * len(self.parameters) if self._marks is None else self._marks
+                    self._marks[index] = (gradient, gradient._version)
+
+    def _refuse_unseen(self, index: int) -> NoReturn:
+        raise TrainError(
+            f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: with "
+            "sync='priority' every use of a parameter must go through torch's Python functions, which compiled or scripted "
+            "code does not. Use sync='fifo'"
+        )
+
+    def _refuse_twice(self, index: int) -> NoReturn:
+        raise Unsliceable(
+            f"{self.names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
+            "use torch.utils.checkpoint with use_reentrant=False"
+        )
 
     def refuse_second_backward(self, index: int) -> NoReturn:
         """Raise TrainError: a turn has had two backwards, of which the second has reached this parameter."""
@@ -463,41 +451,6 @@ class GradientReducer:
             "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over the "
             "step once more"
         )
-
-    def _begin_backward(self, index: int) -> None:
-        if not self._expecting:
-            self.refuse_second_backward(index)
-        self._unseen = self._before_backward()
-        if index in self._unseen:
-            self._collect(index, self.parameters[index])
-        self._queued = True
-        self.ready_order = []
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-
-    def _put(self, index: int, parameter: torch.nn.Parameter) -> None:
-        place = self._slots[index]
-        bucket = place.bucket
-        if bucket.seen & place.bit:
-            raise Unsliceable(
-                f"{self.names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
-                "use torch.utils.checkpoint with use_reentrant=False"
-            )
-        bucket.seen |= place.bit
-        if not self._on_device:
-            gradient = parameter.grad
-            assert gradient is not None, "the hook runs after the gradient was accumulated"
-            if gradient.is_sparse:
-                self._refuse_sparse(index)
-            torch.mul(gradient, self._scale, out=place.views[self._slot])
-            if self.probe is not None and self.probe.wants_parts:
-                self.probe.add_gradient(index, bucket.parts[self._slot][place.begin : place.end])
-        if self._units:
-            unit = self._unit_of[index]
-            unit.missing -= 1
-            if unit.missing == 0:
-                self._unit_full(unit)
-        elif bucket.seen == bucket.whole:
-            self._bucket_full(bucket)
 
     def _refuse_sparse(self, index: int) -> NoReturn:
         raise Unsliceable(
@@ -508,68 +461,92 @@ class GradientReducer:
         with torch.no_grad():
             if self._fold is not None:
                 self._take_all(self._fold)
-            else:
-                if self.wanted and not self._is_summing:
-                    self._check_unused([i for i, parameter in enumerate(self.parameters) if parameter.grad is None])
-                self._end_turn()
-        if self._is_noticing:
-            self._marks = None if self._fold is not None else self._versions()
+            elif self._sums is not None:
+                self._take_rest(self._sums)
+            elif self.wanted:
+                self._check_unused([i for i, parameter in enumerate(self.parameters) if parameter.grad is None])
+            if self._is_last:
+                self._end_turns()
+        self._marks = None if self._is_summing else self._versions()
+        if self._observed:
+            self.ready_order = self._observed
+            self._arrival = self._arrival or {index: place for place, index in enumerate(self._observed)}
         self._expecting = self._queued = False
         self._handed_in = True
 
     def contribute_zeros(self) -> None:
         """Let the replica whose turn it is contribute zeros."""
-        if self._fold is not None:
+        if self._is_summing:
             with torch.no_grad():
-                self._add_to(self._fold, [torch.zeros_like(parameter) for parameter in self.parameters])
+                if self._fold is not None:
+                    self._add_to(self._fold, [torch.zeros_like(parameter) for parameter in self.parameters])
+                elif self._sums is not None:
+                    for unit in self._sums.units:
+                        self._sums.take(unit, [torch.zeros_like(parameter) for parameter in unit.parameters])
+                if self._is_last:
+                    self._end_turns()
             self._is_clean = False  # the program may have had backwards without sums
-        elif self._is_summing:
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    bucket.seen = 0
-                self._fill_in([*range(len(self.parameters))])
-                if self._held_back is not None:
-                    self._send_from_device(self._held_back)
         self._expecting = False
         self._handed_in = True
+
+    def _end_turns(self) -> None:
+        """The last replica hosted here has handed in its gradients."""
+        if self._used is not None and self._sums is not None:
+            assert self._engine is not None
+            self._used_handle = self._engine.all_reduce(
+                f"grad:{self._prefix}used", self._used, op="max", order="fast", priority=FIRST_PRIORITY
+            )
+        if self.probe is not None and self.probe.wants_parts:
+            if not self._is_summing:
+                for index, parameter in enumerate(self.parameters):
+                    if parameter.grad is not None:
+                        self.probe.add_gradient(index, in_memory_order(parameter, parameter.grad.detach()))
+            self.probe.gradients_complete()
 
     # --- all replicas are in this worker ---
 
     def _take_all(self, fold: GradientFold) -> None:
         """Take the gradients of all parameters, and add them to those of the replicas before."""
+        gradients = self._take(range(len(self.parameters)), self.parameters)
+        self._is_clean = True
+        self._adder.scale(gradients, self._scale)
+        self._add_to(fold, gradients)
+
+    def _take(self, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> GradientSet:
+        """Take the gradients of these parameters, with zeros for those that this replica has not used."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
-            found = [parameter.grad for parameter in self.parameters]
-        has_come = [gradient is not None for gradient in found]
-        if self._marks is not None:
-            has_come = [False] * len(found)
-            for index in self._changed():
-                has_come[index] = True
+            found = [parameter.grad for parameter in parameters]
+        has_come = self._has_come(indices, found)
         if not all(has_come):
-            self._check_unused([index for index, has in enumerate(has_come) if not has])
+            self._check_unused([index for index, has in zip(indices, has_come, strict=True) if not has])
         if self._used is not None:
-            self._used |= torch.tensor(has_come)
+            self._used[list(indices)] |= torch.tensor(has_come)
         gradients: GradientSet = []
-        for index, gradient in enumerate(found):
-            if gradient is None or not has_come[index]:
-                gradient = torch.zeros_like(self.parameters[index])
+        for index, parameter, gradient, has in zip(indices, parameters, found, has_come, strict=True):
+            if gradient is None or not has:
+                gradient = torch.zeros_like(parameter)
+            elif index in self._unseen:
+                self._refuse_unseen(index)
             elif gradient.is_sparse:
                 self._refuse_sparse(index)
             elif gradient.requires_grad:  # the program may still differentiate it
                 gradient = gradient.detach().clone()
             gradients.append(gradient)
-        for parameter in self.parameters:
             parameter.grad = None
-        self._is_clean = True
-        self._adder.scale(gradients, self._scale)
-        self._add_to(fold, gradients)
+        return gradients
+
+    def _has_come(self, indices: Sequence[int], found: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Return which of these gradients have come in this backward."""
+        marks = self._marks
+        if marks is None:
+            return [gradient is not None for gradient in found]
+        return [_differs(gradient, marks[index]) for index, gradient in zip(indices, found, strict=True)]
 
     def _add_to(self, fold: GradientFold, gradients: GradientSet) -> None:
         if self.probe is not None and self.probe.wants_parts:
             flats = map(in_memory_order, self.parameters, gradients)
             self._show_to(self.probe.add_gradient, self.probe.add_gradients, list(flats))
         fold.add(gradients)
-        if self.probe is not None and self.probe.wants_parts and self._is_last:
-            self.probe.gradients_complete()
 
     def _show_to(
         self,
@@ -593,39 +570,32 @@ class GradientReducer:
         self.sums_complete()
         used = self._used.tolist() if self._used is not None else None
         for index, (parameter, total) in enumerate(zip(self.parameters, totals, strict=True)):
-            if used is None or used[index]:
-                parameter.grad = total
-            else:  # a parameter that no replica has used keeps its gradient, as with DDP
-                parameter.grad = self._bases[index] if self._bases is not None else None
+            self._put_sum(index, parameter, total, used)
         self._is_clean = False
 
     # --- some replicas are in other workers ---
 
-    def _end_turn(self) -> None:
-        """End a turn: every gradient has come, or was not used."""
-        if any(bucket.seen != bucket.whole for bucket in self._buckets):
-            self._fill_in_unused()
-        if self._used is not None:
-            self._used |= torch.tensor([self._has_come(index) for index in range(len(self.parameters))])
-            if self._is_last:
-                assert self._engine is not None
-                self._used_handle = self._engine.all_reduce(
-                    "grad:used", self._used, op="max", order="fast", priority=FIRST_PRIORITY
-                )
-        if self._held_back is not None:
-            self._send_from_device(self._held_back)
-        if self.probe is not None and self.probe.wants_parts and self._is_last:
-            self._gradients_complete(self.probe)
+    def _take_unit(self, unit: UnitBuffer) -> None:
+        """Take the gradients of a unit while backward goes on, if they are all there."""
+        assert self._sums is not None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            if all(self._has_come(unit.indices, [parameter.grad for parameter in unit.parameters])):
+                self._sums.take(unit, self._take(unit.indices, unit.parameters))
 
-    def _has_come(self, index: int) -> bool:
-        place = self._slots[index]
-        return bool(place.bucket.seen & place.bit)
-
-    def _fill_in_unused(self) -> None:
-        """Let unused parameters contribute zeros."""
-        unused = [index for index in range(len(self.parameters)) if not self._has_come(index)]
-        self._check_unused(unused)
-        self._fill_in(unused)
+    def _take_rest(self, sums: BucketSums) -> None:
+        """Take what is left when backward is over."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+            for unit in sums.units:
+                for index, parameter in zip(unit.indices, unit.parameters, strict=True):
+                    if unit.is_taken and parameter.grad is not None:
+                        self._refuse_twice(index)
+            rest = [unit for unit in sums.units if not unit.is_taken]
+            if rest and not self._find_unused:  # name all that are missing, whatever their units
+                came = set(self._changed())
+                self._check_unused(sorted(index for unit in rest for index in unit.indices if index not in came))
+            for unit in rest:
+                sums.take(unit, self._take(unit.indices, unit.parameters))
+        self._is_clean = True
 
     def _check_unused(self, unused: Sequence[int]) -> None:
         """Raise TrainError if all parameters must be used."""
@@ -636,79 +606,17 @@ class GradientReducer:
                 "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
             )
 
-    def _fill_in(self, unused: Sequence[int]) -> None:
-        places = [self._slots[index] for index in unused]
-        if not self._on_device:
-            for place in places:
-                place.views[self._slot].zero_()
-        if not self._units:
-            for bucket in dict.fromkeys(place.bucket for place in places):
-                self._bucket_full(bucket)
-        for unit in self._units:
-            if unit.missing:
-                self._unit_full(unit)
-
-    # --- sending full buckets ---
-
-    def _bucket_full(self, bucket: Bucket) -> None:
-        if self._on_device:
-            # One bucket late: backward has then freed more memory than is taken here.
-            late, self._held_back = self._held_back, bucket
-            if late is not None:
-                self._send_from_device(late)
-        elif self.group is not None and self.group.in_use:
-            self.group.add(bucket.number, bucket.name, bucket.parts[self._slot])
-        elif self._is_last:
-            assert self._engine is not None
-            bucket.handle = sum_bucket(self._engine, self._blocks, self.order, bucket)
-
-    def _send_from_device(self, bucket: Bucket) -> None:
-        """Copy a full bucket to the host, or give it to the process group."""
-        flat = self._flatten(bucket, bucket.gradients(), is_plain=bucket.is_plain)
-        if self.group is not None and self.group.in_use:
-            self.group.add(bucket.number, bucket.name, flat)
-            return
-        bucket.copied = self._copier.copy_to_host(flat, bucket.parts[self._slot])
-
-    def _unit_full(self, unit: UnitBuffer) -> None:
-        assert self._engine is not None
-        if self._on_device:
-            gradients = [
-                parameter.grad if self._has_come(index) else None
-                for index, parameter in zip(unit.indices, unit.parameters, strict=True)
-            ]
-            copied = self._copier.copy_to_host(self._flatten(unit, gradients), unit.parts[self._slot])
-            if self._is_last:
-                submit = partial(sum_unit, self._engine, self._blocks, self.order, self._config, unit)
-                unit.handle = self._engine.after(copied, submit, unit.name)
-        elif self._is_last:
-            unit.handle = sum_unit(self._engine, self._blocks, self.order, self._config, unit)
-
-    def _flatten(
-        self, what: Bucket | UnitBuffer, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
-    ) -> torch.Tensor:
-        """Return the gradients of the present replica as one tensor on the device, and show them to the probe."""
-        flat = flatten_gradients(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
-        if self.probe is not None and self.probe.wants_parts:
-            sizes = [parameter.numel() for parameter in what.parameters]
-            self.probe.add_gradients(what.indices, flat.split(sizes))  # type: ignore[no-untyped-call]
-        if self._is_last:
-            # The sum takes their place before the program sees them again.
-            for parameter, found in zip(what.parameters, gradients, strict=True):
-                if found is not None:
-                    parameter.grad = None
-        return flat
-
     # --- the sums ---
 
     @property
     def are_deferred(self) -> bool:
         """Whether each sum is applied when its parameter is used."""
-        return bool(self._units)
+        return self._sums is not None and self._sums.handles_updates
 
     def pending_sums(self) -> list[PendingSum]:
         """Return what is to be waited for, parameter by parameter. Raises CommError if it is known to fail."""
         used = self._wait_for_used()
+        assert self._sums is not None, "only sums over several workers are deferred"
         return [
             PendingSum(
                 unit.handle,
@@ -717,7 +625,7 @@ class GradientReducer:
                     for i, total in zip(unit.indices, unit.sums, strict=True)
                 ],
             )
-            for unit in self._units
+            for unit in self._sums.units
             if unit.handle is not None
         ]
 
@@ -732,50 +640,26 @@ class GradientReducer:
         if self._fold is not None:
             self._take_sum(self._fold)
             return
-        if self.group is not None and self.group.in_use:
-            for bucket in self._buckets:
-                self._use_sum(bucket, self.group.wait(bucket.number))
-            self._use_gradients()
-            return
-        if self._on_device:
-            for bucket in self._buckets:
-                assert bucket.copied is not None, "every bucket was handed in"
-                bucket.copied.synchronize()
-                assert self._engine is not None
-                bucket.handle = sum_bucket(self._engine, self._blocks, self.order, bucket)
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-            if self._on_device:
-                self._use_sum(bucket, bucket.total.to(bucket.device, non_blocking=True))
-            elif self.probe is not None and self.probe.wants_sums:
-                for index in bucket.indices:
-                    self.sum_arrived(index)
-        self._use_gradients()
-
-    def _use_gradients(self) -> None:
-        """Make the sums the gradients of their parameters."""
+        if self._sums is not None:
+            self._sums.wait()
         self.sums_complete()
+        if self._sums is None:
+            return
         used = self._wait_for_used()
-        # A parameter that no replica has used keeps its gradient, as with DDP.
-        unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
-        for bucket in self._buckets:
-            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
-                if id(parameter) not in unused:
-                    parameter.grad = total
-            if self._on_device:
-                bucket.sums = ()  # the gradients own the memory now
+        for unit in self._sums.units:
+            for index, parameter, total in zip(unit.indices, unit.parameters, unit.sums, strict=True):
+                self._put_sum(index, parameter, total, used)
+        self._sums.forget_sums()
+        self._is_clean = False
 
-    def _use_sum(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Show the sum of a bucket to the probe, and keep its views."""
-        if self.probe is not None and self.probe.wants_sums:
-            parts = flat.split(bucket.sizes)  # type: ignore[no-untyped-call]
-            if self._on_device:
-                self.probe.add_sums(bucket.indices, parts)
-            else:
-                for index, part in zip(bucket.indices, parts, strict=True):
-                    self.probe.add_sum(index, part)
-        bucket.sums = unflatten_sum(flat, bucket) if self._on_device else parameter_views(flat, bucket.parameters)
+    def _put_sum(
+        self, index: int, parameter: torch.nn.Parameter, total: torch.Tensor, used: Sequence[int] | None
+    ) -> None:
+        if used is None or used[index]:
+            parameter.grad = total
+        else:  # a parameter that no replica has used keeps its gradient, as with DDP
+            base = self._bases[index] if self._bases is not None else None
+            parameter.grad = None if base is None else base.clone()
 
     # --- calls to the probe ---
 
@@ -788,19 +672,10 @@ class GradientReducer:
         if self.probe is not None and self.probe.wants_parts:
             self.probe.record_samples(samples, scale())
 
-    def _gradients_complete(self, probe: GradientProbe) -> None:
-        """Tell the probe that the last replica hosted here is done."""
-        if not self._is_summing:
-            for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
-                    probe.add_gradient(index, in_memory_order(parameter, parameter.grad.detach()))
-        probe.gradients_complete()
-
     def sum_arrived(self, index: int) -> None:
         """Show the probe the sum of a parameter's gradients, before anybody has touched it."""
-        if self.probe is not None and self.probe.wants_sums:
-            place = self._slots[index]
-            self.probe.add_sum(index, place.bucket.total[place.begin : place.end])
+        if self.probe is not None and self.probe.wants_sums and self._sums is not None:
+            self.probe.add_sum(index, self._sums.total_of(index))
 
     def sums_complete(self) -> None:
         if self.probe is not None:
@@ -814,47 +689,8 @@ def _pinned_memory(engine: Engine, length: int, dtype: torch.dtype) -> torch.Ten
     return memory
 
 
-# --- starting a sum ---
-
-
-def sum_bucket(engine: Engine, blocks: tuple[int, ...], order: Order, bucket: Bucket) -> Handle:
-    """Start the sum of a bucket over all replicas, of which rank r hosts `blocks[r]`."""
-    if len(bucket.parts) == 1 and max(blocks) == 1:
-        return engine.all_reduce(bucket.name, bucket.total, order=order)
-    parts = _operands(engine, blocks, order, bucket.parts)
-    return engine.all_reduce(bucket.name, bucket.total, contributions=parts, parts=blocks, order=order)
-
-
-def sum_unit(engine: Engine, blocks: tuple[int, ...], order: Order, config: SyncConfig, unit: UnitBuffer) -> Handle:
-    """Start the sum of a unit. (On CUDA this is called later, when there may be another view already.)"""
-    plain = len(unit.parts) == 1 and max(blocks) == 1
-    if config.mode == "baseline":
-        if not plain:
-            raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
-        return notify_pull.all_reduce(engine, unit.name, unit.total, unit.portion, order)
-    return engine.all_reduce(
-        unit.name,
-        unit.total,
-        priority=unit.priority,
-        portion=unit.portion,
-        prompt=True,
-        contributions=None if plain else _operands(engine, blocks, order, unit.parts),
-        parts=None if plain else blocks,
-        order=order,
-    )
-
-
-def _operands(
-    engine: Engine, blocks: tuple[int, ...], order: Order, parts: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return what this worker contributes to a sum: its replicas one by one, or the sums of its largest subtrees."""
-    if order != "tree":
-        return list(parts)
-    begin = sum(blocks[: engine.rank])
-    found: list[torch.Tensor] = []
-    for part, merges in zip(parts, count_merges(range(begin, begin + len(parts)), sum(blocks)), strict=True):
-        found.append(part)
-        for _ in range(merges):
-            right = found.pop()
-            found[-1].add_(right)
-    return found
+def _differs(gradient: torch.Tensor | None, mark: tuple[torch.Tensor, int] | None) -> bool:
+    """Return whether a gradient has come, or has changed, since the mark was made."""
+    if gradient is None:
+        return False
+    return mark is None or gradient is not mark[0] or gradient._version != mark[1]

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.order import Order, even_partition
 from pliant.comm.plan import Portion
 from pliant.errors import CommError
+
+if TYPE_CHECKING:
+    from pliant.comm.engine import Engine
 
 
 def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion, order: Order) -> Handle:

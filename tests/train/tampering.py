@@ -17,7 +17,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.execution import SliceExecutor
 from pliant.comm.operations import Operation
 from pliant.comm.reactor import ReactorCall
-from pliant.train import gradients, step_batches
+from pliant.train import bucket_sums, step_batches
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradient_folds import SetAdder
@@ -92,7 +92,7 @@ def division() -> Tampering:
         torch._foreach_div_(target, round(1 / factor))
 
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(gradients, "torch", Torch()))
+    stack.enter_context(mock.patch.object(bucket_sums, "torch", Torch()))
     stack.enter_context(mock.patch.object(SetAdder, "scale", scale))
     return stack
 

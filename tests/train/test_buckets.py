@@ -172,7 +172,8 @@ def test_the_memory_of_a_coming_view_is_known_before_it_is_entered(hosted: int) 
         expected = reducer.missing_memory(hosted)
         reducer.enter_view(engines[0], (hosted, 4 - hosted))
         reducer.begin_turn(0)
-        memory = {id(each): each for bucket in reducer._buckets for each in (*bucket.parts, bucket.total)}
+        assert reducer._sums is not None
+        memory = {id(each): each for bucket in reducer._sums.buckets for each in (*bucket.parts, bucket.total)}
         assert sorted(length for length, _ in expected) == sorted(each.numel() for each in memory.values())
         assert reducer.missing_memory(hosted) == []
         assert len(reducer.missing_memory(4)) == 2 * 5 - len(memory)
