@@ -308,6 +308,9 @@ class SimulatedEngine(Engine):
     def set_strategy(self, *_: Any, **__: Any) -> None:
         self.barrier("strategy")
 
+    def release_unused(self) -> None:
+        """There is no memory that others have mapped."""
+
     # --- collectives ---
 
     def all_reduce(  # type: ignore[override]
