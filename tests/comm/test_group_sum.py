@@ -305,7 +305,7 @@ def test_a_lost_worker_fails_all_open_sums_at_once_and_all_later_ones() -> None:
         for link in list(transports[2].connections.links.values()):
             link.sock.shutdown(socket.SHUT_RDWR)
         for handle in handles:
-            with pytest.raises(WorkerLost, match="rank 2"):
+            with pytest.raises(WorkerLost):  # of rank 2; or of another, if rank 2 was the first to notice
                 handle.wait(10)
         assert time.monotonic() - begun_s < 1.0
         until(lambda: not made[0].is_ready)
