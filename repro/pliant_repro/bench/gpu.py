@@ -551,7 +551,10 @@ def judge_memory(found: Part, model: str, mode: str, peaks: Mapping[tuple[str, i
             "limit_bytes": most, "host_bytes": host, "answers": {side: peaks.get((side, count)) for side in ("plain", "pliant", "host")},
         })  # fmt: skip
         holds = ours is not None and most is not None and ours <= most + SLACK_BYTES
-        found.judge(holds, f"{model} {mode}: N = {count} allocates {show(ours)} MB, at most {show(most)} + {SLACK_BYTES / 1e6:.0f} MB")
+        found.judge(
+            holds,
+            f"{model} {mode}: N = {count} allocates {show(ours)} MB, at most {show(most)} + {SLACK_BYTES / 1e6:.0f} MB",
+        )
     first, last = peak("host", REPLICA_COUNTS[0]), peak("host", REPLICA_COUNTS[-1])
     if first is not None and last is not None:
         text = f'{model} {mode}: gradients="host" keeps it flat: {show(first)} MB, then {show(last)} MB'

@@ -213,9 +213,7 @@ def gpu(
     replicas: Annotated[int, typer.Option("--replicas", help="N, where there are several.")] = 4,
     batch: Batch = 0,
     size: Size = 0,
-    repeat: Annotated[
-        int, typer.Option("--repeat", help="Rounds, or changes of each kind, at most; 0: by part.")
-    ] = 0,
+    repeat: Annotated[int, typer.Option("--repeat", help="Rounds, or changes of each kind, at most; 0: by part.")] = 0,
     steps: Annotated[int, typer.Option("--steps", help="Steps of a turn, or steps to compare; 0: by part.")] = 0,
     limit: Annotated[float, typer.Option("--limit", help="Seconds in which the part, or all, are to end.")] = 420.0,
     order: Annotated[str, typer.Option("--order", help="Order of sums, as pliant.join takes it.")] = "",

@@ -55,7 +55,9 @@ def show_allreduce(result: Json) -> None:
         return milliseconds(values["median_s"]), spread, milliseconds(values.get("cpu_s"))
 
     args, bound = cast(Cell, result["args"]), cast(Cell, result["bound"])
-    where = f"lab {args['lab']}" if args["lab"] else "one host, a GPU each" if args.get("device") == "cuda" else "one host"
+    where = (
+        f"lab {args['lab']}" if args["lab"] else "one host, a GPU each" if args.get("device") == "cuda" else "one host"
+    )
     title = (
         f"all-reduce {args['model']}: {result['num_tensors']} tensors, {cast(int, result['num_bytes']) / 1e6:.1f} MB, "
         f"{args['np']} workers, {where}"

@@ -298,7 +298,9 @@ def save_digits(path: Path) -> str:
     return str(path)
 
 
-def take_turns(sides: Mapping[str, tuple[Task, bool]], block: int, timeout_s: float = 600) -> dict[str, list[list[float]]]:
+def take_turns(
+    sides: Mapping[str, tuple[Task, bool]], block: int, timeout_s: float = 600
+) -> dict[str, list[list[float]]]:
     """Let several runs of one process each train in turn, `block` steps at a time; return the step times of every block.
 
     What disturbs the machine then disturbs all of them alike. Whoever waits is blocked. The first block of each run is not
