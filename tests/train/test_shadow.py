@@ -209,7 +209,7 @@ for epoch in job.epochs(4):
                 wait_for(BLOCKED.exists)
             if how != "cold" and step.number == 24 and job.is_first:
                 GO.touch()
-            if step.number == (4 if how == "cold" else 28) and job.size < 3:
+            if step.number == (4 if how == "cold" else 28) and job.size < (2 if how == "killed" else 3):
                 wait_for(lambda: job.prepared_view > job.view)
         for (x,) in step:
             slow_start(step)
