@@ -56,9 +56,9 @@ class StepExchange:
         assert engine is not None, "enter_view() comes first"
         row = self.codec.pack(message, self.new_contexts, known)
         rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
-        if num_bytes := self._buffers.num_bytes:
+        if self._buffers.num_bytes:
             own = self.new_buffers
-            packed = self._buffers.pack(own) if own is not None else torch.empty(num_bytes, dtype=torch.uint8)
+            packed = self._buffers.to_host(own) if own is not None else self._buffers.empty_on_host()
             buffers = engine.broadcast("buffers", packed, self._root, priority=FIRST_PRIORITY)
         self._sent = rows, buffers
 
@@ -72,7 +72,7 @@ class StepExchange:
         rows, buffers = self._sent
         found = buffers.wait() if buffers is not None else None
         if self.new_buffers is None and found is not None:
-            self.new_buffers = self._buffers.unpack(found)
+            self.new_buffers = self._buffers.from_host(found)
         own = dict(self.new_contexts)
         messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, figures_bytes)
         if not complete:

@@ -6,9 +6,11 @@ Every worker knows all of it, whichever replicas it hosts.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from pliant.errors import ConfigError, TrainError
@@ -62,21 +64,46 @@ def even_blocks(num_replicas: int, num_workers: int) -> tuple[int, ...]:
 Tensors = list[torch.Tensor]
 
 
+class BufferCopies(list[torch.Tensor]):
+    """Copies of all buffers: views of one run of bytes per device, which is moved as a whole."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], runs: Sequence[torch.Tensor], layout: BufferLayout) -> None:
+        super().__init__(tensors)
+        self.runs, self.layout = runs, layout
+
+
 class ModelBuffers:
-    """The buffers of the models (such as BatchNorm's running statistics), saved and loaded as a whole."""
+    """The buffers of the models (such as BatchNorm's running statistics), saved and loaded as a whole.
+
+    A copy from or to a GPU costs a synchronisation, whatever its size, so the copies of all buffers of a device are in one
+    run of bytes, grouped by type.
+    """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         # Searched once: walking through the modules of a large model costs more than copying its buffers.
         owners = _buffer_owners(models)
         self._places = [(module._buffers, name) for _, module, name in owners]
         self._names = [path for path, _, _ in owners]
-        self.num_bytes = sum(buffer.nbytes for buffer in self._current())
-        self._groups = _groups_by_type(self._current())
+        self._known: Tensors = []
+        """The buffers that the layout was made for."""
+        self._shapes: list[torch.Size] = []
+        self._layout = BufferLayout(())
+        self._current()
 
     def _current(self) -> Tensors:
         # Looked up each time: a program may have put another tensor there.
         found = [buffers[name] for buffers, name in self._places]
-        return [buffer for buffer in found if buffer is not None]
+        current = [buffer for buffer in found if buffer is not None]
+        shapes = [buffer.shape for buffer in current]
+        if shapes != self._shapes or not all(map(operator.is_, current, self._known)):
+            self._known, self._shapes, self._layout = current, shapes, BufferLayout(current)
+        return current
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what `to_host` returns."""
+        self._current()
+        return self._layout.num_bytes
 
     @property
     def names(self) -> list[str]:
@@ -87,7 +114,7 @@ class ModelBuffers:
 
     def save(self) -> Tensors:
         current = self._current()
-        saved = [torch.empty_like(buffer) for buffer in current]
+        saved = self._layout.allocate()
         self._copy(saved, current)
         return saved
 
@@ -95,25 +122,144 @@ class ModelBuffers:
         self._copy(self._current(), saved)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        if not self._groups:  # entering `no_grad` costs a sixth of a small model's switch
+        groups = self._layout.groups
+        if not groups:  # entering `no_grad` costs a sixth of a small model's switch
             return
         with torch.no_grad():
-            for group in self._groups:  # of one type: few launches
-                torch._foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+            for group in groups:  # of one type: few launches
+                torch._foreach_copy_(
+                    [targets[index] for index in group.indices], [sources[index] for index in group.indices]
+                )
+
+    # --- on the host ---
+
+    def to_host(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return all of them as one run of bytes on the host, grouped by type. Nobody may write to it."""
+        self._current()
+        if not isinstance(saved, BufferCopies) or saved.layout is not self._layout:
+            copies = self._layout.allocate()
+            self._copy(copies, saved)
+            saved = copies
+        return self._layout.to_host(saved.runs)
+
+    def from_host(self, data: torch.Tensor) -> Tensors:
+        """Return what `to_host` has returned, on the devices of the model's buffers."""
+        self._current()
+        return self._layout.view(self._layout.to_devices(data))
+
+    def empty_on_host(self) -> torch.Tensor:
+        """Return room for what `to_host` returns on another worker."""
+        self._current()
+        return self._layout.empty_on_host()
 
     def pack(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return all of them as one run of bytes on the host."""
-        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in saved if tensor.numel()]
-        return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        """Return all of them as one run of bytes on the host, in the order of `names` and without gaps, as in a context
+        and its checkpoint."""
+        data = self.to_host(saved).numpy()
+        pieces = [data[begin:end] for begin, end in self._layout.places]
+        return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
 
     def unpack(self, flat: torch.Tensor) -> Tensors:
         """Return what was packed, on the devices of the model's buffers."""
-        tensors, begin = [], 0
-        for buffer in self._current():
-            piece = flat[begin : begin + buffer.nbytes].clone()
-            tensors.append(piece.view(buffer.dtype).view(buffer.shape).to(buffer.device))
-            begin += buffer.nbytes
-        return tensors
+        self._current()
+        data = self._layout.empty_on_host()
+        target, source, done = data.numpy(), flat.numpy(), 0
+        for begin, end in self._layout.places:
+            target[begin:end] = source[done : done + end - begin]
+            done += end - begin
+        return self._layout.view(self._layout.to_devices(data))
+
+
+@dataclass(frozen=True, slots=True)
+class BufferGroup:
+    """The buffers of one type and device, which lie next to each other in a run of bytes."""
+
+    indices: list[int]
+    shapes: list[torch.Size]
+    lengths: list[int]
+    dtype: torch.dtype
+    run: int
+    begin: int
+    end: int
+
+
+ALIGNMENT = 16
+"""Each group of buffers begins at a multiple of this, that of the largest type."""
+
+
+class BufferLayout:
+    """Where copies of these buffers lie in runs of bytes, one for each device."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+        for index, buffer in enumerate(buffers):
+            alike.setdefault(buffer.device, {}).setdefault(buffer.dtype, []).append(index)
+        self.devices = list(alike)
+        self.sizes: list[int] = []
+        """The length of each run in bytes."""
+        self.groups: list[BufferGroup] = []
+        self.places = [(0, 0)] * len(buffers)
+        """Where each buffer begins and ends in the bytes of all runs."""
+        self.num_bytes = 0
+        for run, groups in enumerate(alike.values()):
+            size = 0
+            for dtype, indices in groups.items():
+                begin = end = size
+                for index in indices:
+                    first, end = end, end + buffers[index].numel() * dtype.itemsize
+                    self.places[index] = self.num_bytes + first, self.num_bytes + end
+                shapes, lengths = ([buffers[i].shape for i in indices], [buffers[i].numel() for i in indices])
+                self.groups.append(BufferGroup(indices, shapes, lengths, dtype, run, begin, end))
+                size = -(-end // ALIGNMENT) * ALIGNMENT
+            self.sizes.append(size)
+            self.num_bytes += size
+        self._on_cuda = any(device.type == "cuda" for device in self.devices)
+
+    def allocate(self) -> BufferCopies:
+        pairs = zip(self.sizes, self.devices, strict=True)
+        return self.view([torch.empty(size, dtype=torch.uint8, device=device) for size, device in pairs])
+
+    def view(self, runs: Sequence[torch.Tensor]) -> BufferCopies:
+        """Return the buffers in these runs."""
+        found: list[torch.Tensor] = [_NOTHING] * len(self.places)
+        for group in self.groups:
+            flat = runs[group.run][group.begin : group.end].view(group.dtype)
+            pieces = flat.split_with_sizes(group.lengths)  # costs a third of as many views
+            for index, piece, shape in zip(group.indices, pieces, group.shapes, strict=True):
+                if len(shape) != 1:
+                    piece = piece.view(shape) if shape else piece.squeeze()  # in a third of the time
+                found[index] = piece
+        return BufferCopies(found, runs, self)
+
+    def empty_on_host(self) -> torch.Tensor:
+        """Return host memory for all runs. It is pinned for CUDA, so that nobody has to wait for a copy from there."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+
+    def to_host(self, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of all runs."""
+        if len(runs) == 1 and not self._on_cuda:
+            return runs[0]
+        data, begin = self.empty_on_host(), 0
+        for run in runs:
+            data[begin : begin + len(run)].copy_(run, non_blocking=True)
+            begin += len(run)
+        for run in runs:
+            if run.is_cuda:
+                torch.cuda.current_stream(run.device).synchronize()
+        return data
+
+    def to_devices(self, data: torch.Tensor) -> Tensors:
+        """Return copies of the runs in these bytes."""
+        runs, begin = [], 0
+        for size, device in zip(self.sizes, self.devices, strict=True):
+            run = torch.empty(size, dtype=torch.uint8, device=device)
+            # From pinned memory: its allocator keeps it until the copy is done.
+            runs.append(run.copy_(data[begin : begin + size], non_blocking=run.is_cuda and data.is_pinned()))
+            begin += size
+        return runs
+
+
+_NOTHING = torch.empty(0)
 
 
 def _buffer_owners(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module, str]]:
@@ -127,13 +273,6 @@ def _buffer_owners(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.n
                     seen.add(id(buffer))
                     owners.append((f"{prefix}{path}{'.' if path else ''}{name}", module, name))
     return owners
-
-
-def _groups_by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
-    return list(groups.values())
 
 
 class Replicas:

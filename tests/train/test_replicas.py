@@ -1,6 +1,8 @@
-"""Who hosts which replicas, and how samples are dealt to them, also when their number or their batch changes."""
+"""Who hosts which replicas, their buffers, and how samples are dealt to them, also when their number or their batch changes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import pliant
 from pliant.errors import ConfigError, TrainError
 from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
 from pliant.train.events import StepCommitted, ViewChange, ViewChanges
-from pliant.train.replicas import Placement, Replicas, even_blocks, place_replicas
+from pliant.train.replicas import ModelBuffers, Placement, Replicas, even_blocks, place_replicas
 from pliant.train.sampling import LoaderOptions
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,6 +47,88 @@ def test_a_program_may_want_other_blocks() -> None:
     assert place_replicas(4, 2, 1, lambda size: [3, 1]).hosted == range(3, 4)
     assert even_blocks(5, 3) == (2, 2, 1)
     assert Placement().hosted == range(0)
+
+
+# --- their buffers ---
+
+
+class Mixed(torch.nn.Module):
+    """Buffers of several types, sizes and memory formats, one of them without elements and one that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("mean", torch.randn(5))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("empty", torch.zeros(0, 3, dtype=torch.float64))
+        self.register_buffer("across", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)[:, :, 1:])
+        self.register_buffer("missing", None)
+        self.register_buffer("short", torch.randn(3).bfloat16())
+        self.register_buffer("wave", torch.randn(2, dtype=torch.complex128))
+        self.register_buffer("more", torch.randn(4))
+
+
+def _values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def _are_equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(ones, others, strict=True)
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+
+
+def _overwrite(model: torch.nn.Module) -> None:
+    for buffer in model.buffers():
+        buffer.fill_(1)
+
+
+def test_buffers_of_all_types_are_saved_and_loaded_and_travel() -> None:
+    model = Mixed()
+    buffers, before = ModelBuffers([model]), _values(model)
+    saved = buffers.save()
+    _overwrite(model)
+    assert _are_equal(saved, before), "copies are no views of the buffers"
+    packed, data = buffers.pack(saved), buffers.to_host(saved)
+    in_order = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in before)
+    assert packed.numpy().tobytes() == in_order, "contexts of checkpoints have them in this order"
+    assert len(data) == buffers.num_bytes == len(buffers.empty_on_host()) >= len(packed)
+    assert torch.equal(buffers.pack(list(saved)), packed), "also from tensors of any other place"
+    for found in (saved, buffers.unpack(packed), buffers.from_host(data.clone()), buffers.from_host(data)):
+        _overwrite(model)
+        buffers.load(found)
+        assert _are_equal(_values(model), before)
+    copy = buffers.from_host(data)
+    data.zero_()
+    assert _are_equal(copy, before), "what has come is a copy"
+    assert model.across.stride() == Mixed().across.stride(), "the buffers themselves stay where they are"
+
+
+def test_buffers_that_a_program_replaces_are_followed() -> None:
+    model = Mixed()
+    buffers, first = ModelBuffers([model]), ModelBuffers([model]).save()
+    saved = buffers.save()
+    model.mean, model.count = torch.randn(9, dtype=torch.float64), None
+    model.missing = torch.ones(3)  # was never there: nobody swaps it
+    assert buffers.names == ["flags", "mean", "empty", "across", "short", "wave", "more"]
+    before = [each for name, each in model.named_buffers() if name != "missing"]
+    again = buffers.save()
+    assert _are_equal(again, before)
+    assert _are_equal(buffers.unpack(buffers.pack(again)), before)
+    assert _are_equal(buffers.from_host(buffers.to_host(again)), before)
+    assert len(saved) == len(first) == len(again) + 1
+    model.flags.data = torch.zeros(2, dtype=torch.bool)  # the same tensor with another shape
+    assert _are_equal(buffers.save(), before)
+    model.more = torch.randn(4)  # another tensor of the same kind
+    kept = buffers.save()
+    model.more = torch.randn(4)
+    assert torch.equal(buffers.from_host(buffers.to_host(kept))[-1], kept[-1])
+
+
+def test_a_model_without_buffers_has_nothing_to_swap() -> None:
+    buffers = ModelBuffers([torch.nn.Linear(2, 2)])
+    assert (buffers.save(), buffers.num_bytes, buffers.names) == ([], 0, [])
+    assert buffers.unpack(buffers.pack([])) == buffers.from_host(buffers.to_host([])) == []
+    buffers.load([])
 
 
 # --- their data ---
