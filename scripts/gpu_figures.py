@@ -7,6 +7,7 @@ python scripts/gpu_figures.py --check   # writes nothing; exit status 1 if a pag
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,10 +113,18 @@ def packed_table(result: Result) -> list[str]:
 
 
 def verdict_line(result: Result) -> str:
-    """Return how many verdicts hold, and those that do not."""
-    failed = [verdict["text"] for verdict in result["verdicts"] if not verdict["ok"]]
-    holds = len(result["verdicts"]) - len(failed)
-    return f"{holds} of {len(result['verdicts'])} checks hold" + "".join(f"; not: {text}" for text in failed) + "."
+    """Return how many verdicts hold, those that do not, and those for which there was no time."""
+    failed, missing = (
+        [verdict["text"] for verdict in result["verdicts"] if verdict["ok"] is value] for value in (False, None)
+    )
+    holds = len(result["verdicts"]) - len(failed) - len(missing)
+    told = [f"; not: {text}" for text in failed] + [f"; {NOT_MEASURED}: {text}" for text in missing]
+    return f"{holds} of {len(result['verdicts'])} checks hold" + "".join(told) + "."
+
+
+def shown_command(command: str) -> str:
+    """Return the command without the options that say where its results go."""
+    return re.sub(r" --(json|out) \S+", "", command)
 
 
 TITLES = {
@@ -139,7 +148,7 @@ def figures(results: Mapping[str, Result]) -> str:
             continue
         if part in TABLES:
             lines += ["", *TABLES[part](result)]
-        where = f"`{result['command']}` on {result['device'].get('name')}, torch {result['device'].get('torch')}"
+        where = f"`{shown_command(result['command'])}` on {result['device'].get('name')}, torch {result['device'].get('torch')}"
         lines += ["", f"{verdict_line(result)} [{result['file']}](../repro/results/{result['file']}), {where}."]
     return "\n".join([BEGIN, *lines, "", END])
 

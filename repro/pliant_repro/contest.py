@@ -36,6 +36,8 @@ from pliant_repro.lab.hosts import INTERFACE, Lab
 
 WORKER = "pliant_repro.worker"
 END_TIMEOUT_S = 3.0
+NO_ANSWER = "did not answer within"
+"""In the failure of a contender that had too little time, or hangs."""
 Answer = Mapping[str, object]
 Progress = Callable[[str, float], None]
 """Called with what is done now, and with the fraction that is done."""
@@ -207,7 +209,7 @@ class Contender:
             events = selector.select(max(0.0, deadline_s - time.monotonic()))
             if not events:
                 missing = self._num_workers - len(answers)
-                raise self._fail(f"{missing} of {self._num_workers} workers did not answer within {timeout_s:g} s")
+                raise self._fail(f"{missing} of {self._num_workers} workers {NO_ANSWER} {timeout_s:g} s")
             for key, _ in events:
                 if isinstance(key.fileobj, int):
                     # A rank's error message may still be in its socket, and is the better explanation.
@@ -446,7 +448,9 @@ class Rules:
     timeout_s: float = 120.0
     """A turn that takes longer is a failure."""
     limit_s: float = math.inf
-    """No round begins when the rounds have taken this long together; the first two rounds are always held."""
+    """No round begins when the rounds have taken this long together, except the first `least_rounds`."""
+    least_rounds: int = 2
+    """Rounds that are held even if time is over."""
     alternate: bool = False
     """Whether every second round has the reverse order, so that no contender always follows the same one."""
 
@@ -461,15 +465,18 @@ def interleave(
     progress: Progress = lambda what, fraction: None,
     limit_s: float = math.inf,
     *,
+    least: int = 3,
     alternate: bool = False,
 ) -> None:
     """Let all labels of `results` take turns; one whose turn raises LaunchError is out, and the others go on.
 
-    After `limit_s` no turn begins but the first three. With `alternate`, every second turn has the reverse order.
+    After `limit_s` no turn begins but the first `least`. With `alternate`, every second turn has the reverse order.
     """
     begun_s = time.monotonic()
     for turn in range(num_turns):
-        if turn > 2 and time.monotonic() - begun_s > limit_s:
+        if turn >= least and time.monotonic() - begun_s > limit_s:
+            break
+        if all(timings.failure for timings in results.values()):
             break
         order = list(results.items())
         for position, (label, timings) in enumerate(reversed(order) if alternate and turn % 2 else order):
@@ -520,7 +527,8 @@ def hold(
             timings.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / count)
 
     results = {name: Timings() for name in jobs}
-    interleave(results, rules.rounds + 1, take_turn, progress, rules.limit_s, alternate=rules.alternate)
+    most, least = rules.rounds + 1, rules.least_rounds + 1  # the warm-up is a turn, too
+    interleave(results, most, take_turn, progress, rules.limit_s, least=least, alternate=rules.alternate)
     return results
 
 

@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.adapt.goodput_model import Vector, fit_bounded
+if TYPE_CHECKING:
+    from pliant.adapt.goodput_model import Vector
 
 Order = Literal["fifo", "priority"]
 
@@ -311,6 +312,8 @@ def fit(load: StepLoad, measurements: Sequence[Measurement], *, bytes_per_s: flo
     # The processors cannot delay the traffic for longer than they work: the last weight is at most 1.
     upper = np.where(known, [1e3, 1e3, 1e3, float(sizes[3])], 0.0)
     starts = ([0.01, 0.1, 0.5, 0.1], [0.01, 1.0, 0.1, 0.1], [0.01, 0.1, 1.0, 1.0])
+    from pliant.adapt.goodput_model import fit_bounded  # here, so that networks can be built with version 0.1
+
     model = model_of(fit_bounded(errors, starts, [0.0] * 4, upper))
     return ScalingFit(
         model,

@@ -108,11 +108,16 @@ def _prepare(setup: Command, rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(setup, rank)
     if setup.get("trace"):
         os.environ["PLIANT_TRACE"] = str(setup["trace"])
-    if setup.get("cores"):
-        os.sched_setaffinity(0, cast("Sequence[int]", setup["cores"]))
     if setup.get("pinned"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def pin_threads(cores: Sequence[int]) -> None:
+    """Let all threads of this process, and those that they start, run on these cores only."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def interface_of(setup: Command, rank: int) -> str:

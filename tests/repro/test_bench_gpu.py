@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,7 +93,7 @@ def test_the_first_difference_is_named_and_a_missing_step_is_one() -> None:
     assert said == ([("a", ""), ("b", "")], "rank 1 differs from rank 0 after step 2")
 
 
-def judged(part: Part) -> list[bool]:
+def judged(part: Part) -> list[bool | None]:
     return [ok for ok, _ in part.verdicts]
 
 
@@ -128,6 +131,44 @@ def test_all_placements_runs_and_ddp_are_to_be_equal(wrong: str, expected: list[
     ddp = [ok for ok, text in by_order if "order ddp" in text]
     assert [*tree, *ddp, *[ok for ok, text in by_order if "control" in text]] == expected
     json.dumps(part.cells)
+
+
+def test_no_time_is_not_a_difference() -> None:
+    groups = gpu_bits.groups_of(GpuOptions(**CELL), ("tree", "ddp"))  # type: ignore[arg-type]
+    outcomes = outcomes_of(groups)
+    late = Outcome(failure="no time was left", is_late=True)
+    for group in groups:
+        if group.tampered or (group.num_workers, group.number, group.order) == (4, 1, "tree"):
+            outcomes[group] = late
+    part = Part()
+    gpu_bits.judge_bits(part, groups, outcomes, 4)
+    verdicts = {text: ok for ok, text in part.verdicts}
+    assert sorted(judged(part), key=str) == [None, None, True, True, True, True]
+    said = "no time was left for ours on 4, run 2; equal: ours on 1, run 2, ours on 2, run 2"
+    assert verdicts[f"gpt2 eager, order tree, a second run: {said}"] is None
+    part = Part()
+    gpu_bits.judge_bits(part, groups, dict.fromkeys(groups, late), 4)
+    assert set(judged(part)) == {None}
+    part = Part()
+    failed = {group: Outcome(failure="rank 0: died") if group.number == 1 else late for group in groups}
+    gpu_bits.judge_bits(part, groups, {**outcomes, **{g: failed[g] for g in groups if g.number == 1}}, 4)
+    assert [ok for ok, text in part.verdicts if "a second run" in text] == [False]  # a failure is one, late or not
+
+
+@pytest.mark.parametrize(
+    ("said", "is_late", "expected"),
+    [
+        ("refused: rank 0: NotDeterministic: adaptive_avg_pool2d_backward has no deterministic kernel", False, True),
+        ("", False, False),
+        ("refused: 1 of 1 workers did not answer within 5 s", True, None),
+    ],
+)
+def test_a_refusal_names_the_operator(said: str, is_late: bool, expected: bool | None) -> None:
+    part = Part()
+    gpu_bits.judge_refusal(part, said, is_late)
+    assert judged(part) == [expected]
+    model, inputs = gpu_bits.nondeterministic()
+    model(inputs).sum().backward()
 
 
 def test_a_control_that_does_not_differ_is_a_failure() -> None:
@@ -195,6 +236,33 @@ def test_a_step_has_its_limits(one: float, several: float, expected: list[bool])
     json.dumps(part.cells)
 
 
+def test_a_side_without_a_figure_says_why() -> None:
+    part = Part()
+    died, late = (
+        Timings(failure="version01: rank 0: died"),
+        Timings(failure="ddp: 4 of 4 workers did not answer within 5 s"),
+    )
+    gpu.judge_packed(part, "gpt2", "eager", 4, {"pliant": timings(1.0), "ddp": late, "version01": died}, is_late=True)
+    assert part.verdicts == [
+        (None, "gpt2 eager on 4 processes: ours over ddp: no time was left"),
+        (False, "gpt2 eager on 4 processes: ours over version01: version01: rank 0: died"),
+    ]
+    assert part.remarks == [late.failure, died.failure]
+    assert part.cells[0]["sides"]["version01"]["failure"] == died.failure  # type: ignore[index]
+
+
+def test_the_worker_of_version_01_needs_only_modules_that_it_has() -> None:
+    """These files are imported there beside the old `pliant`; what they import must have been in it."""
+    source = Path(gpu.__file__).parents[1]
+    files = ["worker.py", "zoo.py", "profiles.py", "scaling_model.py", "lab/namespaces.py", "bench/version01.py"]
+    bodies = [node for name in files for node in ast.parse((source / name).read_text()).body]
+    needed = {node.module for node in bodies if isinstance(node, ast.ImportFrom) and node.module is not None}
+    ours = {name for name in needed if name.split(".")[0] == "pliant"}
+    assert ours <= {"pliant.errors", "pliant.child", "pliant.torchvision_import"}
+    theirs = {name for name in needed if name.startswith("pliant_repro")}
+    assert theirs <= {f"pliant_repro.{name[:-3].replace('/', '.')}" for name in files}
+
+
 def test_memory_may_grow_with_the_logarithm_of_the_replicas() -> None:
     assert [gpu.memory_limit(1000, 10, count) for count in (1, 2, 3, 4, 16)] == [1000, 1010, 1020, 1020, 1040]
     mega = 1 << 20
@@ -231,7 +299,8 @@ def test_a_pool_lends_what_it_has_in_the_order_of_requests() -> None:
 def test_a_plan_shares_out_the_time_and_gives_on_what_is_left() -> None:
     phases = gpu_plan.phases_of(("changes", "step", "bits"))
     assert [phase.parts for phase in phases] == [("step",), ("bits", "changes")]
-    assert gpu_plan.limit_of(phases, 720.0) == pytest.approx(720 * 220 / 720)
+    assert gpu_plan.limit_of(phases, 880.0) == pytest.approx(340.0)
+    assert gpu_plan.limit_of(gpu_plan.phases_of(("live", "memory")), 360.0) == pytest.approx(300.0)
     assert gpu_plan.limit_of(phases[1:], 600.0) == 600.0
     with pytest.raises(ConfigError, match="use some of step,packed,live,memory,bits,changes"):
         gpu_plan.phases_of(("steps",))
@@ -253,9 +322,12 @@ def test_contenders_with_other_settings_are_named() -> None:
 
 
 def test_a_clock_shares_what_is_left() -> None:
-    clock = Clock(100.0, 2)
+    clock = Clock(90.0, gpu.weights_of([("gpt2", "eager"), ("gpt2", "compiled")]))
+    begun_s = time.monotonic()
     first, second = clock.next_cell(), clock.next_cell()
-    assert second - first == pytest.approx(50.0, abs=1.0)
+    assert (first - begun_s, second - begun_s) == (pytest.approx(36.0, abs=1.0), pytest.approx(90.0, abs=1.0))
+    assert not clock.is_over
+    assert Clock(0.0).is_over
 
 
 def test_wrong_options_are_named() -> None:
@@ -334,6 +406,8 @@ def test_a_worker_tells_its_digests_memory_and_profile() -> None:
             assert first["device"] == {"name": "cpu", "torch": torch.__version__}
             assert {"fill_uninitialized_memory", "deterministic", "threads"} <= set(first["settings"])  # type: ignore[call-overload]
             answers[count] = carry_out({"do": "digests", "iterations": 2})
+            cores = sorted(os.sched_getaffinity(0))
+            assert carry_out({"do": "cores", "cores": cores})["cores"] == cores
             peak = carry_out({"do": "memory", "iterations": 1})
             profile = carry_out({"do": "profile", "iterations": 1})
     torch.set_num_threads(threads)
@@ -356,7 +430,7 @@ def test_a_plan_runs_its_parts_and_leaves_their_results(tmp_path: Path) -> None:
     bits = json.loads((tmp_path / "gpu_bits.json").read_text())
     assert bits["ok"], bits["verdicts"]
     assert summary["ok"]
-    assert [(row[0], *row[2:]) for row in summary["table"]["rows"]] == [("bits", str(len(bits["verdicts"])), "0")]
+    assert [(row[0], *row[2:]) for row in summary["table"]["rows"]] == [("bits", str(len(bits["verdicts"])), "0", "0")]
     assert "a bit flipped after step 2 shows from step 2 on" in bits["verdicts"][-1]["text"]
     assert bits["command"].startswith("pliant bench gpu all")
     assert bits["device"]["name"] == "cpu"

@@ -262,18 +262,25 @@ class Feelings:
     """Table and verdicts of how the changes of one job were felt."""
 
     rows: list[tuple[str, ...]] = field(default_factory=list)
-    verdicts: list[tuple[bool, str]] = field(default_factory=list)
+    verdicts: list[tuple[bool | None, str]] = field(default_factory=list)
+    """Whether it holds, None if there was no time to find out, and what was measured."""
     numbers: Json = field(default_factory=dict)
 
 
-def judge(found: Mapping[str, Sequence[FeltChange]], kinds: Sequence[str], name: str = "") -> Feelings:
-    """Return rows, verdicts and numbers for the kinds of change that were to be measured; `name` begins each verdict."""
+def judge(
+    found: Mapping[str, Sequence[FeltChange]], kinds: Sequence[str], name: str = "", *, is_late: bool = False
+) -> Feelings:
+    """Return rows, verdicts and numbers for the kinds of change that were to be measured; `name` begins each verdict.
+
+    With `is_late`, a kind that is missing is one for which no time was left, not a failure.
+    """
     told = Feelings()
     begin = f"{name}, " if name else ""
     for kind in kinds:
         felt = found.get(kind, ())
         if not felt:
-            told.verdicts.append((False, f"{begin}{kind}: not measured"))
+            text = f"{begin}{kind}: no time was left" if is_late else f"{begin}{kind}: not measured"
+            told.verdicts.append((None if is_late else False, text))
             continue
         steps_ms = [
             f"{quantile([getattr(each, key) for each in felt], 0.5) * 1e3:.0f}" for key in ("before_s", "after_s")

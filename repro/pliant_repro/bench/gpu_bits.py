@@ -32,7 +32,9 @@ TAMPERED_STEP = 2
 """Step after which one bit of the control is flipped."""
 OVERLAP_STEPS = 6
 """Steps of the priority cell without digests, which would wait for the updates: these are to overlap."""
-REFUSED = "reflection_pad2d_backward"
+REFUSED = "adaptive_avg_pool2d_backward"
+"""Operator without a deterministic kernel on CUDA. `reflection_pad2d_backward`, which torch's manual lists too, has one."""
+NO_TIME = "no time was left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Outcome:
     overlapped: int | None = None
     """How many of the steps before the digests were committed while updates were under way."""
     failure: str = ""
+    is_late: bool = False
+    """Whether there are no digests because the time of the part was over."""
 
 
 def orders_to_compare(options: GpuOptions) -> tuple[str, ...]:
@@ -128,7 +132,8 @@ def run_bits(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
         progress(f"bits: {group.model} {group.mode}", len(done) / len(groups))
         return outcome
 
-    with ThreadPoolExecutor(len(groups)) as threads:
+    with ThreadPoolExecutor(len(groups) + 1) as threads:
+        refusal = threads.submit(refuse, options, pool, clock) if options.device == "cuda" else None
         outcomes = dict(zip(groups, threads.map(train, groups), strict=True))
     for cell in dict.fromkeys((group.model, group.mode) for group in groups):
         members = [group for group in groups if (group.model, group.mode) == cell]
@@ -138,8 +143,8 @@ def run_bits(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
         for group, outcome in outcomes.items()
         if outcome.failure
     ]
-    if options.device == "cuda":
-        judge_refusal(found, options, clock)
+    if refusal is not None:
+        judge_refusal(found, *refusal.result())
     return found
 
 
@@ -162,7 +167,7 @@ def train_group(group: Group, options: GpuOptions, pool: DevicePool, clock: Cloc
     """Train as soon as there is room, and return what the workers tell."""
     with pool.lend(process_bytes(group.model, options), group.num_workers, clock.left_s - 15) as got:
         if not got:
-            return Outcome(failure="no time was left")
+            return Outcome(failure=NO_TIME, is_late=True)
         with started({group.name: group_task(group, options)}, lambda what, fraction: None, clock) as contenders:
             found.device = found.device or device_of(contenders)
             workers, outcome = [*contenders.values()], Outcome()
@@ -174,6 +179,7 @@ def train_group(group: Group, options: GpuOptions, pool: DevicePool, clock: Cloc
                 outcome.digests, outcome.failure = merge_ranks(answers)
             else:
                 outcome.failure = contenders[group.name].failure
+                outcome.is_late = clock.is_over and contest.NO_ANSWER in outcome.failure
             return outcome
 
 
@@ -216,12 +222,15 @@ def judge_bits(found: Part, groups: Sequence[Group], outcomes: Mapping[Group, Ou
             step = first_difference(outcomes[group].digests, references[group.order])
             text = f"{what}, control: a bit flipped after step {TAMPERED_STEP} shows "
             shown = "no difference" if step is None else f"from step {step} on"
+            if outcomes[group].is_late or (not references[group.order] and any(outcomes[g].is_late for g in groups)):
+                found.judge(None, f"{what}, control of a flipped bit: {NO_TIME}")
+                continue
             found.judge(step == TAMPERED_STEP and bool(outcomes[group].digests), text + shown)
 
 
 def _reference(groups: Sequence[Group], outcomes: Mapping[Group, Outcome]) -> Digests:
-    ours = next((group for group in groups if group.side == "pliant"), None)
-    return outcomes[ours].digests if ours is not None else []
+    """Return the digests of the first of our trainings that has some."""
+    return next((outcomes[group].digests for group in groups if group.side == "pliant" and outcomes[group].digests), [])
 
 
 def judge_order(
@@ -234,7 +243,13 @@ def judge_order(
 ) -> None:
     """Add the row and the verdicts of all groups of one order."""
     named = f"{what}, order {order}" if order else what
-    differences = {group: first_difference(outcomes[group].digests, reference) if reference else 1 for group in groups}
+    late = {group for group in groups if outcomes[group].is_late}
+    if not reference and late:  # nothing to compare with
+        late = set(groups)
+    differences = {
+        group: None if group in late else first_difference(outcomes[group].digests, reference) if reference else 1
+        for group in groups
+    }
     columns = []
     for name, compared in (
         ("all placements", [group for group in groups if group.side == "pliant" and group.number == 0]),
@@ -245,8 +260,18 @@ def judge_order(
             columns.append("")
             continue
         wrong = [f"{group.shown} from step {differences[group]} on" for group in compared if differences[group]]
-        wrong += [f"{group.shown}: {outcomes[group].failure}" for group in compared if outcomes[group].failure]
-        columns.append("equal" if not wrong else "DIFFERENT")
+        wrong += [
+            f"{group.shown}: {outcomes[group].failure}"
+            for group in compared
+            if outcomes[group].failure and group not in late
+        ]
+        missing = [group for group in compared if group in late]
+        columns.append("DIFFERENT" if wrong else "no time" if missing else "equal")
+        if missing and not wrong:
+            done = ", ".join(group.shown for group in compared if group not in late) or "none"
+            lacking = ", ".join(group.shown for group in missing)
+            found.judge(None, f"{named}, {name}: {NO_TIME} for {lacking}; equal: {done}")
+            continue
         sizes = ", ".join(str(group.num_workers) for group in compared)
         text = f"{named}, {name} ({sizes}): equal digests after each of {len(reference)} steps"
         found.judge(not wrong, text if not wrong else f"{named}, {name}: {'; '.join(wrong)}")
@@ -254,7 +279,8 @@ def judge_order(
         overlapped = outcomes[group].overlapped
         if group.side == "pliant" and group.mode == "priority":
             text = f"{named} on {group.num_workers}: {overlapped} of {OVERLAP_STEPS} steps were committed while updates were under way"
-            found.judge((overlapped or 0) >= OVERLAP_STEPS - 2, text)
+            holds = (overlapped or 0) >= OVERLAP_STEPS - 2
+            found.judge(None if overlapped is None and outcomes[group].is_late else holds, text)
     found.rows.append((what, order or "default", *columns, reference[-1][0][:16] if reference else "-"))
     found.cells.append({
         "model": groups[0].model, "mode": groups[0].mode, "order": order,
@@ -269,15 +295,25 @@ def nondeterministic() -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReflectionPad2d(1), nn.Flatten(), nn.Linear(4 * 16 * 16, 2))
-    return layers.cuda(), torch.randn(2, 3, 16, 16, device="cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(4 * 3 * 3, 2))
+    return layers.to(device), torch.randn(2, 3, 16, 16, device=device)
 
 
-def judge_refusal(found: Part, options: GpuOptions, clock: Clock) -> None:
-    """Add the verdict on a program with an operator that has no deterministic kernel: it is to be refused by name."""
+def refuse(options: GpuOptions, pool: DevicePool, clock: Clock) -> tuple[str, bool]:
+    """Train the network that is to be refused; return what the worker said, and whether it had too little time."""
     task = replace(options.task("gpt2", "eager"), model=f"{__name__}:nondeterministic", optimizer="sgd", autocast=False)
-    with started({"refused": task}, lambda what, fraction: None, clock) as contenders:
-        ask_all([contenders["refused"]], {"do": "run", "iterations": 1}, clock)
-        said = contenders["refused"].failure
+    with pool.lend(process_bytes("", options), 1, clock.left_s - 15) as got:
+        if not got:
+            return NO_TIME, True
+        with started({"refused": task}, lambda what, fraction: None, clock) as contenders:
+            ask_all([contenders["refused"]], {"do": "run", "iterations": 1}, clock)
+            said = contenders["refused"].failure
+    return said, clock.is_over and contest.NO_ANSWER in said
+
+
+def judge_refusal(found: Part, said: str, is_late: bool) -> None:
+    """Add the verdict on a program with an operator that has no deterministic kernel: it is to be refused by name."""
     found.cells.append({"refusal": said})
-    found.judge(REFUSED in said, f"a program with {REFUSED} is refused: {said[:300] or 'it was not'}")
+    text = f"a program with {REFUSED} is refused: {NO_TIME if is_late else said[:300] or 'it was not'}"
+    found.judge(None if is_late else REFUSED in said, text)

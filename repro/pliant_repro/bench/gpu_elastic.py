@@ -16,7 +16,18 @@ from pliant.errors import LaunchError
 from pliant_repro.bench import commit_gaps
 from pliant_repro.bench.commit_gaps import AFTER, Event
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members
-from pliant_repro.bench.gpu import SEED, START_S, TURN_S, Clock, DevicePool, GpuOptions, Part, process_bytes, started
+from pliant_repro.bench.gpu import (
+    SEED,
+    START_S,
+    TURN_S,
+    Clock,
+    DevicePool,
+    GpuOptions,
+    Part,
+    process_bytes,
+    started,
+    weights_of,
+)
 from pliant_repro.bench.gpu_bits import TAMPERED_STEP
 from pliant_repro.contest import Contender, Progress
 
@@ -50,7 +61,7 @@ def elastic_options(options: GpuOptions, model: str, mode: str, clock: Clock, **
 def run_live(options: GpuOptions, progress: Progress) -> Part:
     """Shrink and grow a job and kill its workers, and measure the gaps between commits."""
     found = Part(columns=("network", *commit_gaps.COLUMNS), remarks=[commit_gaps.REMARK])
-    clock = Clock(options.limit_s, len(options.cells))
+    clock = Clock(options.limit_s, weights_of(options.cells))
     for model, mode in options.cells:
         end_s = clock.next_cell()
         events: list[Event] = []
@@ -61,10 +72,10 @@ def run_live(options: GpuOptions, progress: Progress) -> Part:
             except LaunchError as error:
                 failure = str(error)
             reports = list(job.reports)
-        judge_live(found, model, mode, reports, events, options.device)
+        judge_live(found, model, mode, reports, events, options.device, is_late=clock.is_over)
         if failure:
             found.remarks.append(f"{model} {mode}: {failure}")
-            found.judge(False, f"{model} {mode}: {failure}")
+            found.judge(None if clock.is_over else False, f"{model} {mode}: {failure}")
     return found
 
 
@@ -107,13 +118,20 @@ def wait_until_changed(job: ElasticJob, size: int, steps: int, since: int) -> li
 
 
 def judge_live(
-    found: Part, model: str, mode: str, reports: Sequence[StepBegun], events: Sequence[Event], device: str
+    found: Part,
+    model: str,
+    mode: str,
+    reports: Sequence[StepBegun],
+    events: Sequence[Event],
+    device: str,
+    *,
+    is_late: bool = False,
 ) -> None:
     """Add the rows and verdicts of one network."""
     name = f"{model} {mode}"
     commits = commit_gaps.commit_times(reports)
     felt = commit_gaps.measure_changes(reports, events, commit_gaps.EXTRA_S[device])
-    told = commit_gaps.judge(felt, ("shrink", "grow", "kill", "replacement"), name)
+    told = commit_gaps.judge(felt, ("shrink", "grow", "kill", "replacement"), name, is_late=is_late)
     found.rows += [(name, *row) for row in told.rows]
     found.verdicts += told.verdicts
     sizes = {str(size): median_s for size, median_s in commit_gaps.median_steps(reports, commits).items()}
@@ -140,8 +158,9 @@ def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool) -> Pa
     def compare(cell: tuple[str, str]) -> Compared:
         with pool.lend(process_bytes(cell[0], options), JOB_PROCESSES + (cell == control), clock.left_s - 30) as got:
             if not got:
-                return Compared(failure="no time was left")
+                return Compared(failure="no time was left", is_late=True)
             compared = compare_changes(options, *cell, clock, with_control=cell == control)
+        compared.is_late = bool(compared.failure) and clock.is_over
         done.append(cell)
         progress(f"changes: {cell[0]} {cell[1]}", len(done) / len(cells))
         return compared
@@ -166,6 +185,8 @@ class Compared:
     control: Digests | None = None
     """Digests of a fixed job of which one bit was flipped; None if there was no such job."""
     failure: str = ""
+    is_late: bool = False
+    """Whether it failed because the time of the part was over."""
 
 
 def compare_changes(options: GpuOptions, model: str, mode: str, clock: Clock, *, with_control: bool) -> Compared:
@@ -254,7 +275,7 @@ def judge_changes(found: Part, model: str, mode: str, compared: Compared) -> Non
         if len(sizes) > 12
         else " -> ".join(map(str, sizes))
     )
-    ok = not failure and not wrong and count > 0
+    ok = None if compared.is_late and not wrong else not failure and not wrong and count > 0
     said = failure or (f"{len(wrong)} differ, first {wrong[0].text}" if wrong else "equal")
     found.rows.append((f"{model} {mode}", str(steps), str(count), shown, said[:80]))
     found.judge(

@@ -36,7 +36,7 @@ from pliant_repro.bench import training_probes
 from pliant_repro.bench.train import TrainingTask
 from pliant_repro.paced import PacedNet
 from pliant_repro.profiles import PUBLISHED_BATCH, profile, scaled
-from pliant_repro.worker import Command, Opened, join_group
+from pliant_repro.worker import Command, Opened, join_group, pin_threads
 
 EPOCH_STEPS, MAX_EPOCHS = 5_000, 1_000_000
 POOL = 61
@@ -436,6 +436,9 @@ def carry_out(choose: Choose, task: TrainingTask, command: Command) -> dict[str,
             if cuda and not command.get("keep_memory"):
                 torch.cuda.empty_cache()  # for the contenders whose turn is next
             return found
+        case "cores":
+            pin_threads(cast("list[int]", command["cores"]))
+            return {"cores": sorted(os.sched_getaffinity(0))}
         case "overlap":
             loop = choose(options)
             for _ in range(cast(int, command["iterations"])):

@@ -158,7 +158,9 @@ def _show_felt(result: Json) -> None:
 
 def _show_verdicts(result: Json) -> None:
     for verdict in cast("list[Cell]", result["verdicts"]):
-        say(f"{'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}")
+        say(
+            f"{'not measured' if verdict['ok'] is None else 'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}"
+        )
 
 
 def show_priority(result: Json) -> None:
