@@ -48,12 +48,18 @@ class CudaStaging:
         """Copy the result back, then finish the handle; the stream of a waiting thread waits for the copy."""
         self._todo.put(lambda: self._copy_out(target, staging, write, operation))
 
-    def call_after(self, event: torch.cuda.Event, act: Callable[[], None]) -> None:
-        """Call `act` on the copying thread when the device has reached `event`."""
+    def call_after(
+        self, event: torch.cuda.Event, act: Callable[[], None], on_error: Callable[[Exception], None]
+    ) -> None:
+        """Call `act` on the copying thread when the device has reached `event`; `on_error` if the device has failed."""
 
         def wait_and_act() -> None:
-            event.synchronize()
-            act()
+            try:
+                event.synchronize()
+            except Exception as error:
+                on_error(error)
+            else:
+                act()
 
         self._todo.put(wait_and_act)
 

@@ -138,7 +138,7 @@ class Engine:
                 return
             submitted.add_done_callback(lambda: awaited.copy_outcome(submitted))
 
-        self._transport.cuda_staging().call_after(event, act)
+        self._transport.cuda_staging().call_after(event, act, awaited.fail)
         return awaited
 
     # --- collectives ---

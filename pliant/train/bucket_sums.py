@@ -9,6 +9,7 @@ soon as they have arrived, and the sum comes back on another stream.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from pliant.train.buckets import (
     flatten_set,
     whole_units,
 )
-from pliant.train.gradient_folds import GradientSet, SetAdder, count_merges
+from pliant.train.gradient_folds import GradientSet, SetAdder, count_merges, own_memory
 
 if TYPE_CHECKING:
     from pliant.comm.engine import Engine
@@ -139,6 +140,7 @@ class BucketSums:
             return
         part = self._part_of.get(self._slot)
         if self._adds:
+            own_memory(gradients)
             self._adder.scale(gradients, self._scale)
             self._show(unit, lambda: list(map(in_memory_order, unit.parameters, gradients)))
             for _ in range(self._merges[self._slot]):
@@ -244,7 +246,7 @@ class BucketSums:
             assert unit.handle is not None, "every unit was handed in"
             unit.handle.wait()
             if self._on_device:
-                self._fetch(unit)
+                self._fetch(unit, unit.handle)
         for unit in self.units:
             if self._on_device:
                 assert unit.flat is not None
@@ -272,15 +274,14 @@ class BucketSums:
 
     def _fetch_early(self, unit: UnitBuffer, handle: Handle) -> None:
         """Bring a sum back as soon as it is there. Called on the engine's thread."""
-        if handle.error is None and unit.handle is handle:
-            try:
-                self._fetch(unit)
-            except RuntimeError:  # the thread that waits tries again, and shows the error
-                return
+        if handle.error is None:
+            with contextlib.suppress(RuntimeError):  # the thread that waits tries again, and shows the error
+                self._fetch(unit, handle)
 
-    def _fetch(self, unit: UnitBuffer) -> None:
+    def _fetch(self, unit: UnitBuffer, handle: Handle) -> None:
+        """Bring the sum that `handle` stands for back, unless that was done, or the unit is in a later pass."""
         with self._fetching:
-            if unit.fetched is None and unit.flat is not None and unit.copied is not None:
+            if unit.handle is handle and unit.fetched is None and unit.flat is not None and unit.copied is not None:
                 unit.fetched = self._copier.copy_to_device(unit.total, unit.flat, unit.copied)
 
     def total_of(self, index: int) -> torch.Tensor:

@@ -189,6 +189,7 @@ class DeviceCopier:
         with torch.cuda.stream(self._back):
             flat.copy_(total, non_blocking=True)
             done: torch.cuda.Event = self._back.record_event()
+        flat.record_stream(self._back)
         return done
 
     def wait(self) -> None:

@@ -62,6 +62,25 @@ def make_fold(
 # --- on the device ---
 
 
+def _count_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors, and other objects, use the memory of this one."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_SINGLE_USE = _count_uses(torch.empty(1))
+
+
+def own_memory(gradients: GradientSet) -> None:
+    """Replace gradients whose memory others use by copies, so that the set may be overwritten.
+
+    Backward hands on views where it can: the gradients of `a` and `b` share their memory after `a.view(-1) + b.view(-1)`,
+    or share it with what the rest of backward, or the program, still reads.
+    """
+    for index, gradient in enumerate(gradients):
+        if _count_uses(gradient) != _SINGLE_USE:
+            gradients[index] = gradient.clone()
+
+
 class SetAdder:
     """Adds one set to another in few calls: one for each type and device, as torch's fused kernels want it."""
 

@@ -31,7 +31,7 @@ from pliant.errors import TrainError, Unsliceable
 from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
 from pliant.train.bucket_sums import BucketSums
 from pliant.train.buckets import FIRST_PRIORITY, DeviceCopier, UnitBuffer
-from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, make_fold
+from pliant.train.gradient_folds import GradientFold, GradientSet, SetAdder, make_fold, own_memory
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.group_path import GroupPath
 from pliant.train.pending import Pending, PendingSum
@@ -137,7 +137,7 @@ class GradientReducer:
         self.waits_for_order = layout is None and self.wanted and not self._find_unused
         """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
         self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self._sums = self._fold = None
+        self._drop_memory()
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2 for good."""
@@ -160,14 +160,20 @@ class GradientReducer:
             # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
             # an old sum, into this memory, which must therefore never be used again.
             self._retired.append((self._engine, self._sums))
-        self._copier.wait()  # before the memory of its copies is freed
+        self._drop_memory()
         self._engine, self._blocks = engine, tuple(blocks)
-        self._sums = self._fold = None
         self._expecting = self._halted = False
         if self.group is not None:
             self.group.enter_view(engine, self._blocks)
         if self.probe is not None:
             self.probe.enter_view(engine, self._blocks)
+
+    def _drop_memory(self) -> None:
+        """Free what gradients were summed in, once no copy between host and device uses it: others may get the memory."""
+        self._copier.wait()
+        if self._fold is not None and self._keeps_on_host:
+            torch.cuda.current_stream(self.parameters[0].device).synchronize()
+        self._sums = self._fold = None
 
     def missing_memory(self, hosted: int) -> list[tuple[int, torch.dtype]]:
         """Return which tensors on the host the buckets of a coming view need, beside those of the present one. There this
@@ -509,6 +515,7 @@ class GradientReducer:
         """Take the gradients of all parameters, and add them to those of the replicas before."""
         gradients = self._take(range(len(self.parameters)), self.parameters)
         self._is_clean = True
+        own_memory(gradients)
         self._adder.scale(gradients, self._scale)
         self._add_to(fold, gradients)
 

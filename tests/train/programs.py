@@ -407,6 +407,19 @@ class Branches(nn.Module):
         return self.branches[int(images.sum() > images.numel() * 0.43)](hidden)  # type: ignore[no-any-return]
 
 
+class Shifted(nn.Module):
+    """Adds a parameter whose gradient shares its memory with the gradient that backward hands on to the layer below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.shift = nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(images.flatten(1)).mean(0)) + self.shift.view(-1)
+        return self.head(hidden).expand(len(images), 10)  # type: ignore[no-any-return]
+
+
 def _classify(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
@@ -526,6 +539,15 @@ def _branches() -> Program:
     )
 
 
+def _shifted() -> Program:
+    model = Shifted()
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+        wrapping={"bucket_cap_mb": 0.0001},
+    )
+
+
 def _half() -> Program:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(torch.bfloat16)
     return Program(
@@ -611,6 +633,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "two-optimizers": _two_optimizers,
     "frozen": functools.partial(_conv, change=_freeze),
     "unused": _branches,
+    "shifted": _shifted,
     "tied": functools.partial(_transformer, tied=True),
     "channels-last": functools.partial(_conv, change=_channels_last),
     "bfloat16": _half,

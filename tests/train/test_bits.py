@@ -57,8 +57,8 @@ def test_a_program_alone_has_the_bits_of_ddp(tmp_path: Path) -> None:
 
 
 VARIANTS = (
-    "conv", "lstm", "transformer", "wide", "accumulating", "scaled", "two-optimizers", "frozen", "unused", "tied",
-    "channels-last", "bfloat16", "own-buffers", "kept-gradients", "kept-and-cleared-first", "two-passes", "skipping",
+    "conv", "lstm", "transformer", "wide", "accumulating", "scaled", "two-optimizers", "frozen", "unused",
+    "shifted", "tied", "channels-last", "bfloat16", "own-buffers", "kept-gradients", "kept-and-cleared-first", "two-passes", "skipping",
     "leaving", "fading",
 )  # fmt: skip
 

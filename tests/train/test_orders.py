@@ -116,6 +116,34 @@ def test_the_order_shows_in_the_bits_and_in_the_record(tmp_path: Path) -> None:
     assert torch.equal(found["ddp"][0], train(replicas=6)[0])
 
 
+class Twins(torch.nn.Module):
+    """Backward leaves the gradients of both parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.ones(2, 3))
+        self.second = torch.nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return ((self.first.view(-1) + self.second.view(-1)) ** 3 * factor).sum()
+
+
+@pytest.mark.parametrize("order", ["ddp", "tree"])
+def test_gradients_that_share_memory_are_scaled_once(order: Any) -> None:
+    factors = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    expected = 12 * factors[0] * 0.5 + 12 * factors[1] * 0.5
+    model = Twins()
+    with pliant.join(replicas=2, order=order) as job:
+        _, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for step in job.steps(2):
+            for replica in step:
+                model(factors[replica]).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad.view(-1), expected), step.number
+            optimizer.zero_grad()
+
+
 def test_the_default_follows_the_device() -> None:
     assert default_order(torch.device("cpu")) == "ddp"
     assert default_order(torch.device("cuda", 1)) == "tree"
