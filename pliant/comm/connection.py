@@ -20,7 +20,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from pliant.comm.frames import ANY_VIEW, BULK, HEADER, KIND, LENGTH, MAX_CONTROL_BYTES, VIEW, Frame
+from pliant.comm.frames import (
+    ANY_VIEW,
+    BULK,
+    HEADER,
+    KIND,
+    LENGTH,
+    MAX_CONTROL_BYTES,
+    VIEW,
+    Frame,
+    FrameKind,
+    header,
+)
 from pliant.comm.memory import Arena
 from pliant.comm.operations import PriorityQueue
 from pliant.comm.telemetry import TimedBytes
@@ -508,7 +519,16 @@ class PeerLink:
         self._discard_bytes += len(self._bulk_place)
         self._bulk_place = memoryview(b"")
 
-    def map_arena(self, number: int, size: int) -> None:
+    def send_arenas(self, arenas: Sequence[Arena], last: int, view: int) -> None:
+        """Let the peer map our arenas up to number `last`."""
+        while self.num_arenas_sent <= last:
+            number = self.num_arenas_sent
+            mine = arenas[number]
+            head = header(FrameKind.ARENA, view, seq=mine.has_slots, piece=number, extra=mine.size)
+            self.send_control(head, fd=mine.fd)
+            self.num_arenas_sent += 1
+
+    def map_arena(self, number: int, size: int) -> Arena:
         """Map the shared memory whose descriptor has come with a frame."""
         if not self.fds:
             raise CommError(f"{self.worker} announced shared memory, but no descriptor came with it")
@@ -518,6 +538,7 @@ class PeerLink:
             raise CommError(f"{self.worker} announced {size} bytes of shared memory, but gave less")
         arena = self.arenas[number] = Arena(fd, size)
         arena.close()  # the mapping stays
+        return arena
 
     def has_hung_up(self) -> bool:
         """Return whether the peer has closed its end, even if there is still something to read."""

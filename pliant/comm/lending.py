@@ -19,7 +19,7 @@ import queue
 import struct
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20
-"""The largest piece, and the size of a slot."""
+PIECE_BYTES = 16 << 20
+"""The largest piece, and the size of a slot. A GPU copies this much in the time that a few messages take."""
 NUM_SLOTS = 8
 WINDOW = 4
 """The pieces that one fetch has open at each lender. So two fetches find slots, and one keeps reading and copying busy."""
@@ -60,11 +60,15 @@ OnEnd = Callable[[Exception | None], None]
 # --- bytes of tensors ---
 
 
-def cut_pieces(sizes: Sequence[int], limit: int = PIECE_BYTES) -> list[tuple[int, int]]:
+def cut_pieces(sizes: Sequence[int], limit: int = PIECE_BYTES, *, is_even: bool = False) -> list[tuple[int, int]]:
     """Cut the run of bytes of tensors with these sizes into pieces of at most `limit` bytes, at least one.
 
-    A large tensor begins a piece of its own, so that most pieces lie in one tensor; small ones share pieces.
+    A large tensor begins a piece of its own, so that most pieces lie in one tensor; small ones share pieces. If `is_even`,
+    all pieces but the last have `limit` bytes, wherever tensors begin: these are the fewest.
     """
+    if is_even:
+        total = sum(sizes)
+        return [(at, min(at + limit, total)) for at in range(0, max(1, total), limit)]
     pieces: list[tuple[int, int]] = []
     begin = end = 0
     for size in sizes:
@@ -171,18 +175,21 @@ class CopyThread:
                 self._thread.join(timeout=10)
 
     def _run(self) -> None:
+        begun: deque[tuple[CopyJob, torch.cuda.Event | Exception | None]] = deque()
         while True:
-            job = self._todo.get()
-            jobs: list[CopyJob | None] = [job]
-            with contextlib.suppress(queue.Empty):
-                while jobs[-1] is not None:
-                    jobs.append(self._todo.get_nowait())
-            # All copies are queued on the device before the thread waits for the first one.
-            begun = [(job, self._begin(job)) for job in jobs if job is not None]
-            for job, outcome in begun:
-                self._end(job, outcome)
-            if jobs[-1] is None:
-                return
+            try:
+                job = self._todo.get(block=not begun)
+            except queue.Empty:
+                # Everything is queued on the device before the thread waits for the first copy.
+                self._end(*begun.popleft())
+                continue
+            if job is None:
+                break
+            begun.append((job, self._begin(job)))
+            while begun and _has_ended(begun[0][1]):
+                self._end(*begun.popleft())
+        for each in begun:
+            self._end(*each)
 
     def _begin(self, job: CopyJob) -> torch.cuda.Event | Exception | None:
         try:
@@ -214,6 +221,10 @@ class CopyThread:
             job.end(error)
         except Exception:
             log.exception("the end of a copy failed")
+
+
+def _has_ended(outcome: torch.cuda.Event | Exception | None) -> bool:
+    return outcome is None or isinstance(outcome, Exception) or bool(outcome.query())  # type: ignore[no-untyped-call]
 
 
 # --- the lender ---
@@ -277,6 +288,10 @@ class Lending:
         """What each open request of a peer reads."""
         self._waiting: deque[Errand] = deque()
         """Requests for which there was no slot."""
+        self.links: Callable[[], Iterable[PeerLink]] = lambda: ()
+        """Returns the links to all peers, also to those that will only be in the next view. The engine's thread."""
+        self._pins = False
+        """Whether the slots of peers are pinned here as soon as they are known."""
         self._abandoned: list[object] = []
         """What a peer was reading that has fallen silent: it may come back, read on, and believe what it has read."""
 
@@ -428,16 +443,32 @@ class Lending:
         return idle
 
     def prepare(self) -> None:
-        """Have slots that are pinned, before somebody asks. Any thread."""
+        """Have slots that are pinned, here and by the peers of this host, before somebody asks. Any thread."""
 
         def pin_slots() -> None:
+            self._pins = True
             slot = self.take_slot()
             if slot is not None:
                 memory = slot.memory
                 self.give_back(slot)
                 self.copies.submit(CopyJob([], [], lambda _: self.pin_own(memory)))
+                self._tell_slots(memory)
 
         self.call(pin_slots)
+
+    def _tell_slots(self, memory: torch.Tensor) -> None:
+        """Let all peers of this host map the arena with this slot."""
+        place = self.memory.locate(memory)
+        assert place is not None, "slots lie in shared memory"
+        self.memory.arenas[place[0]].has_slots = True
+        for link in self.links():
+            if link.shared and not link.is_leaving:
+                link.send_arenas(self.memory.arenas, place[0], max(0, link.view))
+
+    def on_slots(self, arena: Arena) -> None:
+        """Handle an arena of a peer that has slots."""
+        if self._pins:
+            self.copies.submit(CopyJob([], [], lambda _: self.pin_mapped(arena)))
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot, and serve who waits for one."""
@@ -548,7 +579,10 @@ class TensorRequests:
 
     def fetch(self, ranks: Sequence[int], name: str, target: ByteRun, on_end: OnEnd) -> None:
         """Fetch what these ranks lend under a name, a share from each, perhaps from this rank itself."""
-        pieces = deque(cut_pieces(target.sizes))
+        # Between hosts a piece can be received straight in a tensor on the host, if it lies in one.
+        links = [self._peers.links[rank] for rank in ranks if rank in self._peers.links]
+        is_even = target.is_on_device or all(link.shared for link in links)
+        pieces = deque(cut_pieces(target.sizes, is_even=is_even))
         fetch = Fetch(name, target, on_end, pieces, len(pieces))
         for _ in range(WINDOW):
             for rank in ranks:

@@ -41,6 +41,8 @@ class Arena:
         self.size = size
         self.memory = mmap.mmap(fd, size)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.has_slots = False
+        """Whether peers read here what is lent to them (`comm.lending`)."""
 
     @classmethod
     def create(cls, size: int) -> Arena:

@@ -126,12 +126,7 @@ class SharedMemoryMap:
             return
         for link in self._peers.links.values():
             if link.shared and link.rank not in self._peers.lost:
-                while link.num_arenas_sent <= arena:
-                    number = link.num_arenas_sent
-                    mine = self.memory.arenas[number]
-                    head = header(FrameKind.ARENA, self._peers.view.number, piece=number, extra=mine.size)
-                    link.send_control(head, fd=mine.fd)
-                    link.num_arenas_sent += 1
+                link.send_arenas(self.memory.arenas, arena, self._peers.view.number)
         self._num_announced = arena + 1
 
     def on_arena(self, rank: int, arena: int) -> None:

@@ -26,6 +26,7 @@ from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
 if TYPE_CHECKING:
     from pliant.cluster import Worker
     from pliant.comm.collective import Collectives
+    from pliant.comm.memory import Arena
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Connections:
         """Called when a worker is gone after its goodbye."""
         self.on_returned: Callable[[PeerLink, int], None] = lambda link, seq: None
         """Called when a peer has read what this worker has lent it."""
+        self.on_slots: Callable[[Arena], None] = lambda arena: None
+        """Called when a peer of this host lets this worker map memory that it lends from."""
         self.on_dropped: Callable[[PeerLink, bool], None] = lambda link, may_live: None
         """Called when a connection is gone, and whether the peer may live, as it has not closed its end."""
         self.on_change: Callable[[], None] = lambda: None
@@ -147,7 +150,9 @@ class Connections:
             collectives = None
         match kind:
             case FrameKind.ARENA:
-                link.map_arena(piece, extra)
+                arena = link.map_arena(piece, extra)
+                if frame[SEQ]:
+                    self.on_slots(arena)
                 if collectives is not None:
                     collectives.memory_map.on_arena(link.rank, piece)
             case FrameKind.BYE:

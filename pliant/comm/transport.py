@@ -56,7 +56,8 @@ class Transport:
         self.connections.on_change = self._notify_changed
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
         self.lending = Lending(self.memory, self.reactor, self.cuda_staging)
-        self.connections.on_returned = self.lending.on_returned
+        self.lending.links = self.connections.links.values
+        self.connections.on_returned, self.connections.on_slots = self.lending.on_returned, self.lending.on_slots
         self.connections.on_dropped = lambda link, may_live: self.lending.on_dropped(link, may_live=may_live)
         self._me = me
         self._config = config

@@ -239,6 +239,8 @@ def assemble(
 
         worker = spec.worker if spec is not None else Worker("127.0.0.1", PortRange().begin)
         start_exporters(adaptation, adapting, worker, services.stack, stalls)
+    guard = Guard(state, settings.verify)
+    state.is_guarded = guard.is_on and averaging is None
     meetings = MeetingWatch()
     services.stack.callback(meetings.close)
     member.max_members = None if follows_view else replicas.count
@@ -249,7 +251,7 @@ def assemble(
         feeder,
         deferred,
         SyncController(reducers, deferred, tuner),
-        Guard(state, settings.verify),
+        guard,
         meetings,
         services.listeners,
         device,

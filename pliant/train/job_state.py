@@ -17,7 +17,7 @@ from pliant.train.events import Progress
 from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer
 from pliant.train.replicas import ModelBuffers, Replicas, Tensors
-from pliant.train.state_parts import StatePart, checksum_of
+from pliant.train.state_sign import StateSign
 
 
 class JobState:
@@ -52,9 +52,14 @@ class JobState:
         self.answers: list[Any] = []
         """What all workers have found together in this epoch before its first step, for those that come later."""
         self._loaded: dict[str, Any] | None = None
-        self._loaded_in_place = False
-        self._loaded_checksum = 0
-        """The checksum of the loaded tensors of models and optimizers, if they were loaded in place."""
+        self._loaded_sign: StateSign | None = None
+        """The sign of parameters and optimizer states, if they were loaded in place."""
+        self._copied_models: list[bool] = []
+        """For each model whether a state that was loaded in place had to be copied to it."""
+        self._spare: dict[state_tree.Place, torch.Tensor] = {}
+        """Memory of optimizer states that the next state may use."""
+        self.is_guarded = True
+        """Whether the workers compare their states in the first step of a view."""
 
     @property
     def first_buffers(self) -> Tensors:
@@ -110,11 +115,15 @@ class JobState:
         found = {"models": [model.state_dict() for model in self.models], "optimizers": self._optimizer_states()}
         skeleton, tensors = state_tree.flatten(found)
         # A state_dict may also hold tensors that were made for it: to write there would have no effect.
-        return {
+        return self._spare | {
             place: tensors[number]
             for number, place in state_tree.places(skeleton).items()
             if tensors[number].data_ptr() in owned and tensors[number].is_contiguous()
         }
+
+    def keep_memory(self) -> None:
+        """Keep the memory of the optimizer states, which a shadow gives up, for the state that will be fetched."""
+        self._spare = {place: each for place, each in self.own_tensors().items() if place[0].startswith("optimizers.")}
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         states = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -132,9 +141,8 @@ class JobState:
     def load(self, state: dict[str, Any], *, in_place: bool = False) -> None:
         """Load a state. If `in_place`, some of its tensors lie where they belong already (`own_tensors`), and the optimizers
         may keep the others. Raises TrainError if its program tracks other objects, or has other models."""
-        self._loaded, self._loaded_in_place = state, in_place
+        self._loaded, self._loaded_sign, self._spare = state, None, {}
         models = state["models"] if "models" in state else [state["model"]]  # a checkpoint of version 0.1 has one
-        layouts = state["layouts"] if "layouts" in state else [state["layout"]]
         missing = set(state["tracked"]) ^ set(self.tracked)
         if missing:
             unknown, lacking = (
@@ -151,12 +159,22 @@ class JobState:
                 f"job.wrap {len(self.models)} and {len(self.optimizers)}: use the program that wrote the state, or start "
                 "without this checkpoint"
             )
+        self._copied_models = []
         for model, saved in zip(self.models, models, strict=True):
-            if not in_place or not _is_loaded(model, saved):
+            is_copied = not in_place or not _is_loaded(model, saved)
+            self._copied_models.append(is_copied)
+            if is_copied:
                 model.load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # The program must not change what is kept.
             optimizer.load_state_dict(saved if in_place else copy.deepcopy(saved))
+        self._load_rest(state)
+        if in_place and self.progress.in_epoch:
+            self._loaded_sign = self._sign()
+
+    def _load_rest(self, state: dict[str, Any]) -> None:
+        """Load all but parameters and optimizers."""
+        layouts = state["layouts"] if "layouts" in state else [state["layout"]]
         for name, saved in state["tracked"].items():
             self.tracked[name].load_state_dict(copy.deepcopy(saved))
         own = self._first_buffers
@@ -187,29 +205,45 @@ class JobState:
         self.answers = list(state.get("answers", ()))  # old checkpoints have none
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])
-        if in_place and progress.in_epoch:
-            self._loaded_checksum = _checksum(state)
+
+    def _sign(self) -> StateSign:
+        return StateSign(self.models, self.optimizers, is_thorough=not self.is_guarded)
 
     def reload(self) -> bool:
         """Load the state that was loaded last once more: what the program has done to it since does not count. Return False
         if that is impossible: the program has changed tensors of which there is no copy."""
-        loaded, in_place = self._loaded, self._loaded_in_place
-        if loaded is not None and in_place and _checksum(loaded) != self._loaded_checksum:
-            return False
-        if loaded is not None:
-            self.load(loaded, in_place=in_place)
+        loaded, sign = self._loaded, self._loaded_sign
+        if loaded is not None and sign is not None:
+            if not sign.is_same(self._sign()):
+                return False
+            for model, saved, is_copied in zip(self.models, loaded["models"], self._copied_models, strict=True):
+                if is_copied:
+                    model.load_state_dict(saved)
+            for optimizer, saved in zip(self.optimizers, loaded["optimizers"], strict=True):
+                if not _has_options(optimizer, saved):
+                    optimizer.load_state_dict(saved)
+            self._load_rest(loaded)
+        elif loaded is not None:
+            self.load(loaded)
         self.forget_loaded()
         return True
 
     def forget_loaded(self) -> None:
         """Free the memory of the state that was loaded last."""
-        self._loaded = None
+        self._loaded, self._loaded_sign, self._spare = None, None, {}
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum of the tensors of models and optimizers."""
-    _, tensors = state_tree.flatten([state["models"], state["optimizers"]])
-    return checksum_of(StatePart("", "", tensor) for tensor in tensors)
+def _has_options(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> bool:
+    """Return whether an optimizer whose tensors are as they were loaded has the saved options, and nothing else."""
+    kind = type(optimizer)
+    if kind.state_dict is not torch.optim.Optimizer.state_dict or saved.keys() != {"state", "param_groups"}:
+        return False
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    theirs = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    values = [value for group in own for value in group.values()]
+    if any(isinstance(each, torch.Tensor) or not isinstance(each, int | float | str | tuple | None) for each in values):
+        return False  # it may be changed in place
+    return own == theirs
 
 
 def _is_loaded(model: torch.nn.Module, saved: Mapping[str, Any]) -> bool:

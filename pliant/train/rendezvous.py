@@ -116,6 +116,8 @@ class ViewRendezvous:
         self._lent: set[int] = set()
         """The views for which this worker may lend its state."""
         self.has_state = False
+        self._own: Mapping[state_tree.Place, torch.Tensor] | None = None
+        """Where the state can be written, if that is known already."""
         self._is_torn = False
         """Whether a part of a state has been written over what the program has built."""
         self._sources: tuple[Sequence[int], int] = (), 0
@@ -209,6 +211,7 @@ class ViewRendezvous:
             # wait for the reports of new workers, who fetch the state while these train on.
             first = next(rank for rank, worker in enumerate(view.workers) if worker in known)
         else:
+            self._own = self._state.own_tensors() if not self.has_state and engine.size > 1 else None
             reports = self._wait_for_reports(submitted, report)
             if not _holders(reports):
                 if engine.rank == 0 and self._is_torn:
@@ -256,7 +259,10 @@ class ViewRendezvous:
         """Fetch the state and load it: straight in this worker's own tensors, unless it has an older state. Such a state
         is kept until the new one is here, because it may be the only one that is left."""
         in_place = not self.has_state
-        own, device = (self._state.own_tensors(), self._state.device) if in_place else (None, None)
+        own, self._own = self._own, None
+        if in_place and own is None:
+            own = self._state.own_tensors()
+        own, device = (own, self._state.device) if in_place else (None, None)
         self._is_torn = self._is_torn or in_place
         state = fetch_state(engine, *self._sources, own, device)
         self._state.load(cast(dict[str, Any], state), in_place=in_place)
@@ -470,5 +476,7 @@ def fetch_state(
     engine.request(holders[0], f"{prefix}contents", contents).wait()
     table = json.loads(bytes(contents.numpy()))
     tensors = _allocate(table, own, device)
-    engine.fetch(holders, f"{prefix}tensors", tensors).wait()
-    return state_tree.unflatten(table["skeleton"], tensors)
+    fetching = engine.fetch(holders, f"{prefix}tensors", tensors)
+    state = state_tree.unflatten(table["skeleton"], tensors)  # it refers to them, and reads nothing
+    fetching.wait()
+    return state

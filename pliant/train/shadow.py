@@ -25,7 +25,6 @@ from pliant.train.context import DataPosition, capture_rng, restore_rng
 from pliant.train.events import Progress
 from pliant.train.feeder import Feeder
 from pliant.train.job_state import JobState
-from pliant.train.replicas import Replicas
 from pliant.train.step import Outcome, Step, Turn, TurnRow, means_of
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class Shadow:
 
     def __init__(self, state: JobState, feeder: Feeder, first: Progress) -> None:
         """`first` is where the program begins if it starts a job. `feeder` is closed with the shadow."""
-        self.replicas: Replicas = state.replicas
+        self._state, self.replicas = state, state.replicas
         self.feeder = feeder
         self.turn: Turn | None = None
         self.replica = state.replicas.count - 1
@@ -110,6 +109,7 @@ class Shadow:
         """Leave the shadow: everything is as it was before, and warm."""
         self.feeder.close()
         self._batch = ()
+        self._state.keep_memory()
         self._snapshot.restore()
 
     # --- steps and turns ---

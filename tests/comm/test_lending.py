@@ -79,7 +79,12 @@ def test_pieces_cover_every_byte_once() -> None:
         assert all(end - begin <= 128 << 10 for begin, end in pieces)
         large = {sum(sizes[:index]) for index, size in enumerate(sizes) if size > 64 << 10}
         assert large <= {begin for begin, _ in pieces}, "a large tensor begins a piece of its own"
-    assert cut_pieces([0, 0]) == [(0, 0)]
+        even = cut_pieces(sizes, 128 << 10, is_even=True)
+        assert len(even) <= len(pieces)
+        assert [begin for begin, _ in even] == [0, *(end for _, end in even[:-1])]
+        assert even[-1][1] == sum(sizes)
+        assert all(end - begin == 128 << 10 for begin, end in even[:-1])
+    assert cut_pieces([0, 0]) == cut_pieces([0, 0], is_even=True) == [(0, 0)]
 
 
 def test_a_run_of_bytes_is_that_of_its_tensors() -> None:
@@ -337,3 +342,25 @@ def test_what_is_reserved_is_found_and_pinned_once(monkeypatch: pytest.MonkeyPat
         found = [made[0].empty(50_000), made[0].empty(50_000), made[0].empty(100_000)]
         assert {(made[0].memory.locate(each) or (-1, 0))[0] for each in found} <= set(pinned)
         assert len(made[0].memory.arenas) == arenas
+
+
+def test_slots_are_pinned_by_the_peers_of_a_coming_view() -> None:
+    """By those that use a GPU, before they have entered any view."""
+    workers = view_of("AAAB").workers
+    with loopback_transports(workers, QUICK) as made:
+        pinned: list[list[int]] = [[] for _ in made]
+        for transport, mine in zip(made, pinned, strict=True):
+            transport._cuda = mock.Mock(pin_mapped=lambda arena, mine=mine: mine.append(arena.size))
+        made[0].empty(50_000)  # of an older arena, which is nothing to lend from
+        made[1].reserve(pins=True)
+        made[1]._call(lambda: None)
+        made[0].reserve(pins=True)
+        size = lending.NUM_SLOTS * lending.PIECE_BYTES
+        until(lambda: pinned[1] == [size])
+        lent, out = some_tensors(), like(some_tensors())
+        made[0].lend("state", lent)
+        ranks = [transport.enter(subview(0, workers)) for transport in made]
+        ranks[2].fetch([0], "state", out).wait(10)
+        assert all_equal(out, lent)
+        assert pinned[2:] == [[], []]
+        assert len(made[2].connections.links[workers[0]].arenas) == len(made[0].memory.arenas), "each is mapped once"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -53,6 +54,7 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
         engine = mock.Mock(rank=rank, size=len(reports), view=mock.Mock(hosts=[*hosts, *hosts]))
         way = ViewRendezvous.__new__(ViewRendezvous)
         way._member, way._state, way.has_state, way._is_torn = mock.Mock(), mock.Mock(averaging=None), False, False
+        way._own = None
         asked.clear()
         with (
             mock.patch.object(rendezvous, "relay_state", lambda *args: asked.append(("relay", args[1]))),
@@ -185,3 +187,56 @@ def test_a_state_arrives_in_the_parameters_themselves(steps: int) -> None:
         ours.load(state, in_place=True)
         ours.models[0][0].weight.data.clamp_(-0.1, 0.1)  # behind the back of autograd
         assert not ours.reload(), "there is no copy of it"
+
+
+def test_an_untouched_state_is_not_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the shadow's optimizer has left is used again, and tensors that nobody has touched are neither read nor loaded.
+    Each change of them is noticed."""
+    theirs, ours = job_state(1, steps=2), job_state(2, steps=1)
+    snapshot = job_state(3, steps=0).optimizers[0].state_dict()
+    moments = {each["exp_avg"].data_ptr() for each in ours.optimizers[0].state.values()}
+    ours.keep_memory()
+    ours.optimizers[0].load_state_dict(snapshot)
+    assert not ours.optimizers[0].state
+    with loopback_transports(view_of("AA").workers) as made:
+        engines = [transport.enter(view_of("AA", 3)) for transport in made]
+        offered = lend_state(mock.Mock(transport=made[0]), 3, theirs.read())
+        state = cast(dict[str, Any], fetch_state(engines[1], [0], offered, ours.own_tensors()))
+    ours.load(state, in_place=True)
+    model, optimizer = ours.models[0], ours.optimizers[0]
+    assert {each["exp_avg"].data_ptr() for each in optimizer.state.values()} == moments
+    assert all(map(torch.equal, tensors_of(ours), tensors_of(theirs)))
+    loads: list[object] = []
+    monkeypatch.setattr(type(optimizer), "load_state_dict", lambda _, saved: loads.append(saved))
+    monkeypatch.setattr("pliant.train.state_sign.checksum_of", lambda parts: loads.append(parts))
+    ours.show_first_buffers()
+    model[1].running_mean.fill_(3.0)  # type: ignore[index, union-attr, operator]
+    assert ours.reload()
+    assert not loads
+    assert all(map(torch.equal, tensors_of(ours), tensors_of(theirs))), "buffers are loaded"
+    monkeypatch.undo()
+    first = model[0].weight  # type: ignore[index]
+    assert isinstance(first, torch.nn.Parameter)
+    moment = optimizer.state[first]["exp_avg"]
+
+    def change(number: int) -> None:
+        with torch.no_grad():
+            first[0, 0, 0, 0] += number
+
+    touches: list[Callable[[], object]] = [
+        lambda: change(1),
+        lambda: first.data.mul_(0.5),
+        lambda: setattr(first, "data", first.data.clone()),
+        lambda: moment.add_(1.0),
+        lambda: optimizer.state[first].update(exp_avg=moment.clone()),
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state[first].update(more=1),
+    ]
+    for touch in touches:
+        ours.load(state, in_place=True)
+        touch()
+        assert not ours.reload()
+    ours.is_guarded = False
+    ours.load(state, in_place=True)
+    optimizer.state[first]["exp_avg"].data[0, 0, 0, 0] += 1.0
+    assert not ours.reload(), "without a guard every byte counts"
