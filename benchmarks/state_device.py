@@ -4,8 +4,8 @@
     OUT=. python benchmarks/state_device.py --device cpu --readers 1
 
 One process has the state of GPT-2 with AdamW (1.5 GB), and works (matrix products, or on the CPU nothing); others fetch it into
-tensors of their own, all at the same time. Every change is a new view. The first one pins memory; the following ones are what
-a change costs in a job that runs. It needs torch and numpy only, writes $OUT/state_device.json, and ends with exit code 1 if
+tensors of their own, all at the same time. Every change is a new view. Memory is pinned before the first one, as in a job that
+runs, but may not be ready for it. It needs torch and numpy only, writes $OUT/state_device.json, and ends with exit code 1 if
 the bytes that arrive are wrong.
 """
 
@@ -72,6 +72,7 @@ def run(rank: int, workers: tuple[Worker, ...], device: str, repeat: int, found:
     }
     with Transport(workers[rank], MeshConfig(secret=b"bench"), EngineConfig()).open() as transport:
         transport.connect(workers, 0, timeout_s=LIMIT_S)
+        transport.reserve(pins=device == "cuda")
         times_s: list[float] = []
         stop = threading.Event()
         beside = threading.Thread(target=work, args=(device, stop, times_s))

@@ -528,7 +528,7 @@ class PeerLink:
             self.send_control(head, fd=mine.fd)
             self.num_arenas_sent += 1
 
-    def map_arena(self, number: int, size: int) -> Arena:
+    def map_arena(self, number: int, size: int, *, has_slots: bool = False) -> Arena:
         """Map the shared memory whose descriptor has come with a frame."""
         if not self.fds:
             raise CommError(f"{self.worker} announced shared memory, but no descriptor came with it")
@@ -537,6 +537,7 @@ class PeerLink:
             os.close(fd)
             raise CommError(f"{self.worker} announced {size} bytes of shared memory, but gave less")
         arena = self.arenas[number] = Arena(fd, size)
+        arena.has_slots = has_slots
         arena.close()  # the mapping stays
         return arena
 

@@ -224,7 +224,10 @@ class CopyThread:
 
 
 def _has_ended(outcome: torch.cuda.Event | Exception | None) -> bool:
-    return outcome is None or isinstance(outcome, Exception) or bool(outcome.query())  # type: ignore[no-untyped-call]
+    try:
+        return outcome is None or isinstance(outcome, Exception) or bool(outcome.query())  # type: ignore[no-untyped-call]
+    except Exception:
+        return True  # whoever waits for it gets the error
 
 
 # --- the lender ---
@@ -291,7 +294,10 @@ class Lending:
         self.links: Callable[[], Iterable[PeerLink]] = lambda: ()
         """Returns the links to all peers, also to those that will only be in the next view. The engine's thread."""
         self._pins = False
-        """Whether the slots of peers are pinned here as soon as they are known."""
+        """Whether this worker uses a GPU."""
+        self.is_new = True
+        """Whether this worker was in no view yet. Then it will fetch, and pins the slots of its peers as soon as it knows of
+        them. Later that would only hold up its training."""
         self._abandoned: list[object] = []
         """What a peer was reading that has fallen silent: it may come back, read on, and believe what it has read."""
 
@@ -447,6 +453,9 @@ class Lending:
 
         def pin_slots() -> None:
             self._pins = True
+            for link in self.links():
+                for arena in link.arenas.values():
+                    self.on_mapped(arena)
             slot = self.take_slot()
             if slot is not None:
                 memory = slot.memory
@@ -465,9 +474,9 @@ class Lending:
             if link.shared and not link.is_leaving:
                 link.send_arenas(self.memory.arenas, place[0], max(0, link.view))
 
-    def on_slots(self, arena: Arena) -> None:
-        """Handle an arena of a peer that has slots."""
-        if self._pins:
+    def on_mapped(self, arena: Arena) -> None:
+        """Handle an arena of a peer that is mapped here. A new worker pins one with slots, once."""
+        if self._pins and self.is_new and arena.has_slots:
             self.copies.submit(CopyJob([], [], lambda _: self.pin_mapped(arena)))
 
     def give_back(self, slot: Slot) -> None:

@@ -77,8 +77,8 @@ class Connections:
         """Called when a worker is gone after its goodbye."""
         self.on_returned: Callable[[PeerLink, int], None] = lambda link, seq: None
         """Called when a peer has read what this worker has lent it."""
-        self.on_slots: Callable[[Arena], None] = lambda arena: None
-        """Called when a peer of this host lets this worker map memory that it lends from."""
+        self.on_mapped: Callable[[Arena], None] = lambda arena: None
+        """Called when memory of a peer was mapped."""
         self.on_dropped: Callable[[PeerLink, bool], None] = lambda link, may_live: None
         """Called when a connection is gone, and whether the peer may live, as it has not closed its end."""
         self.on_change: Callable[[], None] = lambda: None
@@ -150,9 +150,7 @@ class Connections:
             collectives = None
         match kind:
             case FrameKind.ARENA:
-                arena = link.map_arena(piece, extra)
-                if frame[SEQ]:
-                    self.on_slots(arena)
+                self.on_mapped(link.map_arena(piece, extra, has_slots=bool(frame[SEQ])))
                 if collectives is not None:
                     collectives.memory_map.on_arena(link.rank, piece)
             case FrameKind.BYE:

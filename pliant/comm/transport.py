@@ -57,7 +57,7 @@ class Transport:
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
         self.lending = Lending(self.memory, self.reactor, self.cuda_staging)
         self.lending.links = self.connections.links.values
-        self.connections.on_returned, self.connections.on_slots = self.lending.on_returned, self.lending.on_slots
+        self.connections.on_returned, self.connections.on_mapped = self.lending.on_returned, self.lending.on_mapped
         self.connections.on_dropped = lambda link, may_live: self.lending.on_dropped(link, may_live=may_live)
         self._me = me
         self._config = config
@@ -236,6 +236,7 @@ class Transport:
             raise ConfigError(f"view {view.number} does not come after {self.engine.view.number}: views only go on")
         collectives = Collectives(view, rank, self.lending)
         self._call(partial(self.reactor.enter, collectives))
+        self.lending.is_new = False
         self.engine = Engine(collectives, self._config, self)
         return self.engine
 
