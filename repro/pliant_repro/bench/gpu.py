@@ -88,6 +88,9 @@ OTHER_BYTES = 4e9
 MAX_PROCESSES = 24
 """Processes that the host can run at the same time."""
 PROFILED_STEPS = 4
+ALONE = ("step", "packed", "live", "profile")
+"""Parts that run alone, because they measure time."""
+GIVEN_THREADS = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +272,8 @@ def run(options: GpuOptions, args: Mapping[str, object], progress: Progress, poo
         "bits": lambda: gpu_bits.run_bits(options, progress, pool),
         "changes": lambda: gpu_elastic.run_changes(options, progress, pool),
     }
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # each of many processes would start one per core
+    # Each of many processes would start one per core. With 1 no process is started only to compile.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = GIVEN_THREADS or ("3" if options.part in ALONE else "1")
     begun_s = time.monotonic()
     found = parts[options.part]()
     ok = bool(found.verdicts) and all(holds for holds, _ in found.verdicts)
@@ -427,7 +431,10 @@ def run_step(options: GpuOptions, progress: Progress) -> Part:
             found.device = found.device or device_of(contenders)
             started_s = time.monotonic()
             command = {"keep_memory": process_bytes(model, options) * len(tasks) <= DEVICE_BYTES}
-            ask_all([*contenders.values()], {"do": "run", "iterations": 2, **command}, clock)  # compiles all at once
+            first = [contenders[name] for name in ("plain_free", "plain")]
+            if mode == "compiled":  # the others find what these two have compiled in torch's cache, which all share
+                ask_all(first, {"do": "run", "iterations": 1, **command}, clock)
+            ask_all([*contenders.values()], {"do": "run", "iterations": 2, **command}, clock)
             if cores:
                 ask_all([*contenders.values()], {"do": "cores", "cores": cores}, clock)
             warm_s = time.monotonic()
