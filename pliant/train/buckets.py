@@ -162,41 +162,44 @@ def flatten_set(unit: UnitBuffer, gradients: Sequence[torch.Tensor]) -> torch.Te
 
 
 class DeviceCopier:
-    """Moves flat tensors on streams of its own, while backward goes on: one to the host, and one back."""
+    """Moves flat tensors on streams of its own, while backward goes on: for each device one to the host, and one back."""
 
     def __init__(self) -> None:
-        self._out: torch.cuda.Stream | None = None
-        self._back: torch.cuda.Stream | None = None
+        self._out: dict[torch.device, torch.cuda.Stream] = {}
+        self._back: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy_to_host(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
         """Copy `flat` to the host, after what the current stream does now; return the event of its completion."""
-        present = torch.cuda.current_stream(flat.device)
-        if self._out is None:
-            self._out = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        self._out.wait_stream(present)
-        with torch.cuda.stream(self._out):
+        stream = _stream_of(self._out, flat.device)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
             part.copy_(flat, non_blocking=True)
-            done: torch.cuda.Event = self._out.record_event()
-        flat.record_stream(self._out)
+            done: torch.cuda.Event = stream.record_event()
+        flat.record_stream(stream)
         return done
 
     def copy_to_device(self, total: torch.Tensor, flat: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `total` to the device once `flat` is free, after the event; return the event of its completion. Any
         thread may call this, one at a time."""
-        if self._back is None:
-            self._back = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        self._back.wait_event(after)
-        with torch.cuda.stream(self._back):
+        stream = _stream_of(self._back, flat.device)
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
             flat.copy_(total, non_blocking=True)
-            done: torch.cuda.Event = self._back.record_event()
-        flat.record_stream(self._back)
+            done: torch.cuda.Event = stream.record_event()
+        flat.record_stream(stream)
         return done
 
     def wait(self) -> None:
         """Wait until no copy uses any memory."""
-        for stream in (self._out, self._back):
-            if stream is not None:
-                stream.synchronize()
+        for stream in (*self._out.values(), *self._back.values()):
+            stream.synchronize()
+
+
+def _stream_of(streams: dict[torch.device, torch.cuda.Stream], device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device; make it the first time."""
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]
 
 
 # --- units ---

@@ -112,6 +112,9 @@ class GradientReducer:
         self._scale = 1.0
         self._is_last = False
         self._used: torch.Tensor | None = None
+        """Which parameters any replica hosted here has used; None if all must be used."""
+        self._used_before: set[int] = set()
+        """Those that this replica has used in backwards whose gradients only accumulate."""
         self._used_handle: Handle | None = None
         self._hooks: dict[int, RemovableHandle] = {}
         self.use_layout(None)
@@ -319,7 +322,7 @@ class GradientReducer:
         self._scale = 1.0 / self.num_replicas
         if self._find_unused and self._is_summing and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
-        self._unseen = set()
+        self._unseen, self._used_before = set(), set()
         self._expecting, self._queued, self._resting, self._handed_in = True, False, False, False
 
     def _hooks_of_turn(self, slot: int) -> Collection[int]:
@@ -386,6 +389,8 @@ class GradientReducer:
             self._notice()
         self._no_sync = is_on
         if not is_on and not self._resting:
+            if self._used is not None:
+                self._used_before.update(self._changed())
             self._marks, self._is_clean = self._versions(), False
 
     def halt(self) -> None:
@@ -520,19 +525,22 @@ class GradientReducer:
         self._add_to(fold, gradients)
 
     def _take(self, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> GradientSet:
-        """Take the gradients of these parameters, with zeros for those that this replica has not used."""
+        """Take the gradients of these parameters, with zeros for those that have none. As with DDP, one that this backward has
+        not reached may still have a gradient: of earlier passes, or of backwards in `no_sync`."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             found = [parameter.grad for parameter in parameters]
         has_come = self._has_come(indices, found)
         if not all(has_come):
             self._check_unused([index for index, has in zip(indices, has_come, strict=True) if not has])
         if self._used is not None:
-            self._used[list(indices)] |= torch.tensor(has_come)
+            self._used[list(indices)] |= torch.tensor(
+                [has or index in self._used_before for index, has in zip(indices, has_come, strict=True)]
+            )
         gradients: GradientSet = []
         for index, parameter, gradient, has in zip(indices, parameters, found, has_come, strict=True):
-            if gradient is None or not has:
+            if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            elif index in self._unseen:
+            elif has and index in self._unseen:
                 self._refuse_unseen(index)
             elif gradient.is_sparse:
                 self._refuse_sparse(index)

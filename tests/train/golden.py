@@ -46,7 +46,8 @@ RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 OTHERS = ("conv-loaders", "conv-long", "dawdling", "dawdling-long", *OWN_DATA)
 """Programs of tests with other numbers of replicas or epochs."""
 IN_TREE = (
-    "conv", "accumulating", "unused", "shifted", "channels-last", "bfloat16", "kept-gradients", "two-passes", "skipping",
+    "conv", "accumulating", "unused", "unused-kept", "shifted", "channels-last", "bfloat16", "kept-gradients",
+    "two-passes", "skipping",
 )  # fmt: skip
 """Programs that are run in the order of the tree as well."""
 TOGETHER: dict[int, list[Run]] = {

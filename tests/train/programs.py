@@ -530,12 +530,13 @@ def _two_optimizers() -> Program:
     return program
 
 
-def _branches() -> Program:
+def _branches(**more: Any) -> Program:
     model = Branches()
     return Program(
         model=model,
         optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
         wrapping={"find_unused_parameters": True, "bucket_cap_mb": 0.002},
+        **more,
     )
 
 
@@ -633,6 +634,8 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "two-optimizers": _two_optimizers,
     "frozen": functools.partial(_conv, change=_freeze),
     "unused": _branches,
+    "unused-accumulating": functools.partial(_branches, accumulate=2),
+    "unused-kept": functools.partial(_branches, clears_every=2),
     "shifted": _shifted,
     "tied": functools.partial(_transformer, tied=True),
     "channels-last": functools.partial(_conv, change=_channels_last),

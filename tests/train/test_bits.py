@@ -58,6 +58,7 @@ def test_a_program_alone_has_the_bits_of_ddp(tmp_path: Path) -> None:
 
 VARIANTS = (
     "conv", "lstm", "transformer", "wide", "accumulating", "scaled", "two-optimizers", "frozen", "unused",
+    "unused-accumulating", "unused-kept",
     "shifted", "tied", "channels-last", "bfloat16", "own-buffers", "kept-gradients", "kept-and-cleared-first", "two-passes", "skipping",
     "leaving", "fading",
 )  # fmt: skip
