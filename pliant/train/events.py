@@ -74,6 +74,8 @@ class Listeners:
 
     commit: list[Callable[[StepCommitted], None]] = field(default_factory=list)
     view: list[Callable[[ViewChange], None]] = field(default_factory=list)
+    want_values: bool = False
+    """Whether one of them may read `StepCommitted.values`. If none does, nobody waits for figures on a GPU."""
 
 
 class ViewChanges:

@@ -210,6 +210,7 @@ class Job:
         """Call `listener` on this worker after each committed step, before the next one begins. An error that it raises
         ends this worker, like any other error of the program."""
         self._listeners.commit.append(listener)
+        self._listeners.want_values = True
 
     def on_view_change(self, listener: Callable[[ViewChange], None]) -> None:
         """Call `listener` on this worker after each change of the workers that it has stayed through.

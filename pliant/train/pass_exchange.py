@@ -23,7 +23,7 @@ from pliant.train.job_state import JobState
 from pliant.train.pending import PendingSum
 from pliant.train.rendezvous import spread_state
 from pliant.train.replicas import Placement, ReplicaSwitch, Tensors
-from pliant.train.step import OWN_COUNTER, Outcome, Turn, TurnRow, complaint_about, means_of
+from pliant.train.step import OWN_COUNTER, Outcome, Turn, TurnRow, complaint_about
 
 if TYPE_CHECKING:
     from pliant.train.guard import Guard
@@ -42,8 +42,8 @@ class PassResult:
     """What is wrong, the same on every worker; empty if nothing is."""
     messages: Sequence[StepMessage] = ()
     adaptation: ReceivedRows | None = None
-    means: dict[str, float] = field(default_factory=dict)
-    """The means of all figures that were logged."""
+    rows: Sequence[TurnRow] = ()
+    """The turns of all replicas, with the figures that they have logged."""
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What each replica has kept."""
     contexts: dict[int, ReplicaContext] = field(default_factory=dict)
@@ -98,8 +98,9 @@ class PassExchange:
 
     @property
     def rows(self) -> list[bytes]:
-        """What all workers learn of the turns taken here."""
-        return [turn.pack() for turn in self._turns]
+        """What the other workers learn of the turns taken here."""
+        is_alone = self._engine is None or self._engine.size == 1
+        return [] if is_alone else [turn.pack() for turn in self._turns]
 
     def run(self, message: StepMessage, *, shares_kept: bool) -> PassResult:
         """Exchange everything, and wait for the sums of gradients. `shares_kept`: every worker gets what the replicas have
@@ -111,12 +112,12 @@ class PassExchange:
         engine, contexts, adaptation = self._engine, self._state.replicas.contexts, self._state.adaptation
         assert engine is not None, "enter_view() comes first"
         step, is_first_pass = self._state.progress.step, message.number % MAX_PASSES == 0
-        messages = [message]
+        messages, rows = [message], [turn.row for turn in self._turns]
         if engine.size > 1:
             self._exchange.send(message, contexts)
             with self._stall_watch(f"the turns of step {step}"):
                 messages = self._exchange.receive(contexts, adaptation.row_size)
-        rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
+            rows = [TurnRow.from_bytes(row) for each in messages for row in each.turns]
         complaint = (
             self._complaint_about_places(messages, engine)
             or complaint_about(rows, step)
@@ -131,7 +132,7 @@ class PassExchange:
         return PassResult(
             messages=messages,
             adaptation=adaptation.receive([each.figures for each in messages]) if is_first_pass else None,
-            means=means_of(rows),
+            rows=rows,
             kept=self._share_kept(rows, engine, among_all=shares_kept),
             contexts=dict(self._exchange.new_contexts),
             buffers=self._exchange.new_buffers,

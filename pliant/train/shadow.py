@@ -25,7 +25,7 @@ from pliant.train.context import DataPosition, capture_rng, restore_rng
 from pliant.train.events import Progress
 from pliant.train.feeder import Feeder
 from pliant.train.job_state import JobState
-from pliant.train.step import Outcome, Step, Turn, TurnRow, means_of
+from pliant.train.step import Outcome, Step, Turn
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class Shadow:
             yield from self._batch
         finally:
             self.turn = None
-        step.means |= means_of([TurnRow.from_bytes(turn.pack())])
+        step.add_figures([turn.row])
         self._kept |= turn.kept
 
     def running_turn(self, what: str) -> Turn:

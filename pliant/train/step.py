@@ -64,13 +64,13 @@ class Turn:
     """A bit for each model that got gradients."""
     had_gradients: int = 0
     """A bit for each model that had gradients of earlier passes, to which this turn has added."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Figure] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """Values for this replica's turn in the next pass of the step."""
 
     def log(self, figures: Mapping[str, Any]) -> None:
-        for name, value in figures.items():  # detached: a loss would keep its graph
-            self.figures[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in figures.items():
+            self.figures[name] = figure_of(name, value)
         names = ", ".join(self.figures)
         if len(self.figures) > MAX_FIGURES:
             raise TrainError(
@@ -82,14 +82,16 @@ class Turn:
         if len(names.encode()) > MAX_NAMES:
             raise TrainError(f"step.log: the names {names} have more than {MAX_NAMES} bytes: use shorter ones")
 
-    def number(self, name: str) -> float:
-        """Return the value of a figure."""
-        return _number(name, self.figures[name])
+    @property
+    def row(self) -> TurnRow:
+        """What is known of this turn. Nobody waits for its figures."""
+        figures = {name: self.figures[name] for name in sorted(self.figures)}
+        return TurnRow(self.outcome, self.models, self.had_gradients, bool(self.kept), figures)
 
     def pack(self) -> bytes:
         """Return what all workers learn of this turn."""
         names = sorted(self.figures)
-        values = [self.number(name) for name in names]
+        values = [float(self.figures[name]) for name in names]
         padding = [0.0] * (MAX_FIGURES - len(values))
         return _TURN.pack(
             self.outcome,
@@ -103,9 +105,31 @@ class Turn:
         )
 
 
-def _number(name: str, value: Any) -> float:
+class DeviceFigure:
+    """A figure on its way from a GPU. Whoever reads it waits for it, so that a program that only logs need not wait for the
+    device in every step."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = value.to("cpu", non_blocking=True)  # in pinned memory
+        self._has_come = torch.cuda.current_stream(value.device).record_event()
+
+    def __float__(self) -> float:
+        self._has_come.synchronize()
+        return float(self._host)
+
+
+Figure = float | DeviceFigure
+
+
+def figure_of(name: str, value: Any) -> Figure:
+    """Return the value that a figure has now.
+
+    Raises:
+        TrainError: it is no number.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value.detach())
+        value = value.detach()
+        return DeviceFigure(value) if value.is_cuda else float(value)
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -122,7 +146,7 @@ class TurnRow:
     models: int
     had_gradients: int
     keeps: bool
-    figures: dict[str, float]
+    figures: Mapping[str, Figure]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TurnRow:
@@ -197,7 +221,7 @@ def means_of(rows: Sequence[TurnRow]) -> dict[str, float]:
         total, count = 0.0, 0
         for row in rows:
             if row.figures:
-                total, count = total + row.figures[name], count + 1
+                total, count = total + float(row.figures[name]), count + 1
         means[name] = total / count
     return means
 
@@ -221,8 +245,22 @@ class Step:
         self.epoch = epoch
         self.index = index
         """The number of steps before this one in its epoch."""
-        self.means: dict[str, float] = {}
+        self._means: dict[str, float] = {}
+        self._unread: list[Sequence[TurnRow]] = []
+        """The turns of each pass whose figures nobody has read yet."""
+
+    def add_figures(self, rows: Sequence[TurnRow]) -> None:
+        """Add the figures that the turns of a pass have logged, in the order of replicas."""
+        if any(row.figures for row in rows):
+            self._unread.append(rows)
+
+    @property
+    def means(self) -> dict[str, float]:
         """The means of all figures that were logged."""
+        for rows in self._unread:
+            self._means |= means_of(rows)
+        self._unread = []
+        return self._means
 
     @property
     def replica(self) -> int:

@@ -497,7 +497,8 @@ class Trainer:
             self._member.settled(after_step=True)
             reclaim_state(self._member)  # all members have done a step, so all have the state
         self.adaptation.record_timing(self._timer.compute_s)
-        self.adaptation.values |= step.means
+        if self.adaptation.is_active or self._listeners.want_values:
+            self.adaptation.values |= step.means
         try:
             self.adaptation.end_step()
         except CommError as error:
@@ -739,7 +740,7 @@ class Trainer:
         """Do what `_exchange_turns` and `_count_pass` do."""
         self._timer.end_turn(0.0)
         if turn.figures:
-            step.means |= {name: 0.0 + turn.number(name) for name in sorted(turn.figures)}
+            step.add_figures([turn.row])
         member, phases = self._member, self.phases
         if member.prepared > member.entered:
             self._handle(ChangeAgreed(member.prepared))
@@ -827,7 +828,7 @@ class Trainer:
         for replica, values in result.kept.items():
             self._kept[replica] = {**self.kept_by(replica), **values}
         if self._step is not None:
-            self._step.means |= result.means
+            self._step.add_figures(result.rows)
         self._passes_in_step += 1
         self._pass.clear()
 

@@ -55,6 +55,11 @@ def test_a_program_may_want_other_blocks() -> None:
 class Mixed(torch.nn.Module):
     """Buffers of several types, sizes and memory formats, one of them without elements and one that is None."""
 
+    flags: torch.Tensor
+    mean: torch.Tensor
+    count: torch.Tensor | None
+    across: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("flags", torch.tensor([True, False, True]))

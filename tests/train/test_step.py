@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pliant
 from pliant.errors import TrainError
 from pliant.train.step import MAX_FIGURES, TURN_BYTES, Outcome, Step, Turn, TurnRow, complaint_about, means_of
 
@@ -34,14 +35,56 @@ def test_figures_are_numbers_or_tensors_with_one_element() -> None:
     turn = Turn(0, 0, True, kept={"noise": 1})
     weight = torch.ones(1, requires_grad=True)
     turn.log({"loss": (weight * 2).sum(), "seen": 7, "ok": True, "half": torch.tensor([0.5], dtype=torch.bfloat16)})
-    assert not turn.figures["loss"].requires_grad, "its graph would be kept"
+    assert isinstance(turn.figures["loss"], float), "a tensor would keep its graph"
     found = TurnRow.from_bytes(turn.pack())
     assert (found.figures, found.keeps) == ({"loss": 2.0, "seen": 7.0, "ok": 1.0, "half": 0.5}, True)
     for value in ("much", torch.ones(2), None):
-        turn = Turn(0, 0, True)
-        turn.log({"bad": value})
         with pytest.raises(TrainError, match=r"step\.log\(bad=.*a number, or a tensor with one element"):
-            turn.pack()
+            Turn(0, 0, True).log({"bad": value})
+
+
+def test_a_figure_has_the_value_that_it_had_when_it_was_logged() -> None:
+    turn, running = Turn(0, 0, True), torch.ones(())
+    turn.log({"loss": running})
+    running += 1
+    assert turn.row == TurnRow.from_bytes(turn.pack()) == TurnRow(Outcome.NOTHING, 0, 0, False, {"loss": 1.0})
+
+
+class Distant:
+    """A figure on a device: reading it would take time."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.reads = value, 0
+
+    def __float__(self) -> float:
+        self.reads += 1
+        return self.value
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_worker_alone_waits_for_figures_only_where_they_are_read(
+    replicas: int, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[Distant] = []
+
+    def distant(name: str, value: float) -> Distant:
+        logged.append(Distant(value))
+        return logged[-1]
+
+    monkeypatch.setattr("pliant.train.step.figure_of", distant)
+    net = torch.nn.Linear(2, 1)
+    with pliant.join(replicas=replicas) as job:
+        model, optimizer = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in job.steps(4):
+            for replica in step:
+                model(torch.ones(2)).sum().backward()
+                step.log(number=10.0 * step.number + replica)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.number % 2:
+                assert step["number"] == step["number"] == 10 * step.number + (replicas - 1) / 2
+    reads = [each.reads for each in logged]
+    assert reads == [0] * replicas + [1] * replicas + [0] * replicas + [1] * replicas
 
 
 def test_what_has_no_room_is_refused_where_it_is_logged() -> None:
@@ -104,7 +147,7 @@ def test_a_figure_that_was_not_logged_is_named_with_those_that_were() -> None:
     step = Step(trainer, 3, 0, 3)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=r"step\['loss'\]: .* nothing \(figures are known after the loop"):
         step["loss"]
-    step.means |= {"lose": 1.0, "seen": 2.0}
+    step.add_figures([row(lose=1.0, seen=1.0), row(lose=1.0, seen=3.0)])
     assert step["seen"] == 2.0
     with pytest.raises(TrainError, match="have logged lose, seen"):
         step["loss"]
