@@ -522,6 +522,7 @@ class Lending:
                     self._num_slots -= 1
             else:
                 self.on_returned(*key)
+        self._serve_waiting()  # with slots in the place of those that are given up
 
     def _forget(self, gone: Sequence[ByteRun]) -> None:
         """Free the slots of tensors that are lent no more."""

@@ -7,8 +7,8 @@ only caches stay warm; the worker reports that it is ready, enters the job betwe
 
 Nothing that happens in the shadow leaves it. There are no commits, listeners, records, checkpoints or exchanges. Batches come
 from a feeder of the shadow's own. What needs the other workers is answered alone: a sum is the worker's own value, an
-evaluation has one batch, and functions for the first worker do not run, as they may write files. A program that cannot live with that fails, and is
-started again without a shadow.
+evaluation has one batch, and functions for the first worker do not run, as they may write files. A program that cannot live
+with that fails, and is started again without a shadow.
 """
 
 from __future__ import annotations
