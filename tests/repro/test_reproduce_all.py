@@ -238,7 +238,7 @@ def running(out: Path) -> list[str]:
             words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(out) in words:
+        if str(out) in words or "pliant-turns-" in words:
             found.append(words)
     return found
 

@@ -44,7 +44,8 @@ class Interruption:
         self._at = None
         if self._job.is_first:
             self._job.resize(0)
-        _wait_until(lambda: self._job._member.over)
+        member = self._job._member
+        _wait_until(lambda: member.over and member.prepared > member.entered)  # so all say so in the next exchange
         if self._then == "dies" and self._job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._then == "dawdles" and self._job.rank == 1:

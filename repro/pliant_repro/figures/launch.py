@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -314,16 +314,17 @@ def take_turns(
         for pipe in pipes:
             os.mkfifo(pipe)
         first = os.open(pipes[0], os.O_RDWR)
+        runs: dict[str, Future[RunLog]] = {}
         try:
             os.write(first, b".")
-            runs = {}
             for number, (name, (task, pinned)) in enumerate(sides.items()):
                 ring = (pipes[number], pipes[(number + 1) % len(pipes)], block)
                 runs[name] = pool.submit(train, replace(task, turns=ring), pinned=pinned, timeout_s=timeout_s)
             logs = {name: run.result() for name, run in runs.items()}
         except BaseException:
-            for process in list(_running):
-                process.terminate()
+            while wait(runs.values(), timeout=0.1).not_done:  # some may start only now
+                for process in list(_running):
+                    process.kill()  # whoever waits for its turn would not hear of anything else
             raise
         finally:
             os.close(first)
