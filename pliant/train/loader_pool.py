@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -261,7 +262,7 @@ def _pinned(data: Any) -> Any:
 Hosted = TypeVar("Hosted")
 
 
-class PooledLoader(Generic[Hosted]):
+class PooledLoader(ABC, Generic[Hosted]):
     """The replicas that a loader hosts, their epoch, and its loader processes. Use it in a `with`, or `close` it."""
 
     def __init__(self, options: LoaderOptions) -> None:
@@ -310,8 +311,9 @@ class PooledLoader(Generic[Hosted]):
             hosted = ", ".join(map(str, self._hosted)) or "none"
             raise AssertionError(f"replica {replica} is not hosted here (hosted: {hosted})") from None
 
+    @abstractmethod
     def _loader_spec(self) -> LoaderSpec:
-        raise NotImplementedError
+        """Return what the loader processes load, and how."""
 
     def _running_pool(self) -> LoaderPool:
         if self._pool is None:
