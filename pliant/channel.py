@@ -258,9 +258,9 @@ class Channel:
             except CommError:
                 self._shut_down()
                 raise
-            except TimeoutError:
-                raise
             except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    raise  # nothing came in time; with a number, the kernel has given the other machine up
                 self._shut_down()
                 if self._closed:
                     return None

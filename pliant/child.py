@@ -12,13 +12,16 @@ Also a script with two uses, which needs only the standard library, so that it s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 JOB_MARK = "PLIANT_JOB"
 """The environment variable that every process of a job inherits."""
@@ -42,12 +45,47 @@ def start_ticks(pid: int) -> int | None:
     return None if words[0] in ("Z", "X") else int(words[19])
 
 
+STOPPED = ("T", "t")
+"""States of a process that was stopped by a signal, or by a debugger."""
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, as in `ps`; empty if it does not exist or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state in ("Z", "X") else state
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; exit at once if it is dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # The parent may have died before the call above, and then no signal will ever come.
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+_adopting = threading.RLock()
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of its descendants whose own parent ends within the block; else init would be."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    with _adopting:
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def reap(pid: int) -> int:
+    """Wait for the end of a child; return its exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def become(command: list[str]) -> None:

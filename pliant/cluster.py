@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 
 from pliant.errors import CapacityError, ConfigError, InvalidView
 
+ORIGIN_HEADER = "Pliant-Origin"
+"""The header in which a client of a config server says in words who asks."""
+BY_PROGRAM = "the program"
+"""What a worker says there. If it wants 0 workers (`job.resize`, a policy, --resize-schedule), the step before was the last one."""
 DEFAULT_RUNNER_PORT = 38080
 
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
@@ -304,6 +308,8 @@ class Membership:
     begun: bool = False
     """Whether a step of the job was done before this membership was made. If none of its members has the state of the
     job, that state was lost."""
+    ended_by: str = ""
+    """Who has ended the job before its last step, in words; empty if its program has run to its end, or runs."""
 
     def missing(self, view: View | None) -> tuple[Worker, ...]:
         """Return the workers of `view` that do not train yet."""
@@ -317,6 +323,7 @@ class Membership:
             "Over": self.over,
             "Wanted": self.wanted,
             "Begun": self.begun,
+            "EndedBy": self.ended_by,
         }
 
     @classmethod
@@ -332,7 +339,8 @@ class Membership:
                 **others,
             }:
                 begun = others.get("Begun") is True  # a state file of version 0.1 does not say
-                return cls(number, tuple(map(Worker.from_json, members)), urgent, over, wanted, begun)
+                ended_by = str(others.get("EndedBy", ""))
+                return cls(number, tuple(map(Worker.from_json, members)), urgent, over, wanted, begun, ended_by)
         raise ConfigError(f"{value!r:.200} is no membership of a config server: is it of another version?")
 
 
@@ -342,23 +350,50 @@ class ClusterSnapshot:
 
     wanted: Wanted = field(default_factory=Wanted)
     membership: Membership = field(default_factory=Membership)
+    id: str = ""
+    """Which job's state it is; empty if it is not known."""
+    restored: int = 0
+    """How often the server has lost its state, and was told it by workers and runners."""
 
     @property
     def tag(self) -> str:
-        """A text that differs between any two snapshots of one server."""
-        return f"{self.wanted.version}.{self.membership.number}.{int(self.membership.over)}"
+        """A text that differs between any two snapshots, of any servers."""
+        over = int(self.membership.over)
+        return f"{self.wanted.version}.{self.membership.number}.{over}.{self.restored}.{self.id}"
+
+    def has_kept(self, known: ClusterSnapshot) -> bool:
+        """Whether the server that is at this snapshot is the one that was at `known`, and has forgotten nothing of it.
+
+        Of a job that is over nothing has to be kept, and of a server that nobody has asked for anything neither.
+        """
+        if known.wanted.version == 0 or known.membership.over:
+            return True
+        is_as_new = self.wanted.version >= known.wanted.version and self.membership.number >= known.membership.number
+        return self.id == known.id and is_as_new
 
     def to_json(self) -> dict[str, object]:
         view = None if self.wanted.view is None else self.wanted.view.to_json()
-        return {"Version": self.wanted.version, "View": view, "Membership": self.membership.to_json()}
+        return {
+            "Version": self.wanted.version,
+            "View": view,
+            "Membership": self.membership.to_json(),
+            "Id": self.id,
+            "Restored": self.restored,
+        }
 
     @classmethod
     def from_json(cls, value: object) -> ClusterSnapshot:
         """Return the snapshot that `value` describes; raise ConfigError if it describes none."""
         match value:
-            case {"Version": int(version), "View": view, "Membership": membership}:
+            case {
+                "Version": int(version),
+                "View": view,
+                "Membership": membership,
+                "Id": str(id),
+                "Restored": int(restored),
+            } if re.fullmatch(r"[0-9a-z]{0,64}", id):
                 wanted = Wanted(version, None if view is None else View.from_json(view))
-                return cls(wanted, Membership.from_json(membership))
+                return cls(wanted, Membership.from_json(membership), id, restored)
         raise ConfigError(f"{value!r:.200} is no state of a config server: is it of another version?")
 
 

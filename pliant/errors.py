@@ -16,12 +16,21 @@ SHADOW_EXIT = 81
 """The exit code of a new worker whose program cannot warm up alone (`train.shadow`). Its runner starts it again at once,
 without a warm-up."""
 
+GIVEN_UP_EXIT = 82
+"""The exit code of a worker that was silent or busy for so long that the others have given it up. It is replaced."""
+ENDED_EXIT = 83
+"""The exit code of `pliant run` if somebody has ended the job before its last step, as with `pliant stop`."""
+
 
 def reason(error: Exception) -> str:
     """Return why a file could not be read or written, in plain words."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+GIVEN_UP = "the others have given it up"
+"""Why a worker is lost, as those say who were told by the config server."""
 
 
 class PliantError(Exception):
@@ -82,6 +91,10 @@ class ServerUnavailable(PliantError):
     """The server cannot be reached, or cannot answer now; nothing is known to have changed."""
 
 
+class OtherJob(ServerUnavailable):
+    """The server keeps another job, or has lost this one; what it says is not for this job, and nothing has changed there."""
+
+
 class LaunchError(PliantError):
     """A program could not be started, or ended badly."""
 
@@ -110,6 +123,10 @@ class MustBeReplaced(TrainError):
     """This worker cannot go on, but another one in its place can."""
 
 
+class LoaderFailed(MustBeReplaced):
+    """A loader process of this worker has died, or gives no batches."""
+
+
 class CheckpointError(PliantError):
     """A checkpoint is torn, missing, or belongs to another experiment."""
 
@@ -135,8 +152,8 @@ class WorkerLost(CommError):
 
     @property
     def may_live(self) -> bool:
-        """Whether the worker was only silent: it may be stopped or cut off, and come back."""
-        return "silent for" in self.why
+        """Whether the others have given the worker up: it may be stopped, cut off or busy, and come back."""
+        return any(word in self.why for word in ("silent for", "stalled", GIVEN_UP))
 
     def __str__(self) -> str:
         return f"lost worker {self.worker} (rank {self.rank}): {self.why}"

@@ -6,7 +6,6 @@ variables. `job_secret` finds or makes the secret with which the processes of a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError, NotLaunched
 from pliant.files import create_private
+from pliant.stall_rule import format_stall_timeout, parse_stall_timeout
 
 DEFAULT_STRATEGY = "AUTO"
 SECRET_BYTES = 32
@@ -87,8 +87,45 @@ class CheckSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """What a launched process must know to find its job."""
+class WorkerSettings:
+    """Settings that `pliant run` hands on to the workers of a job as they are."""
+
+    strategy: str = DEFAULT_STRATEGY
+    """The topology that collectives start with."""
+    heartbeat_timeout_s: float = 10.0
+    """A peer silent for this long is lost."""
+    stall_timeout_s: float | None = None
+    """How long a worker may keep the others waiting; None: by its median step; 0: for ever (`pliant.stall_rule`)."""
+    determinism: str = ""
+    """D0, D1 or D2; empty where the program decides."""
+    order: str = ""
+    """How the gradients of the replicas are added: ddp or tree; empty where the program decides."""
+    allow: tuple[str, ...] = ()
+    """Operators that may run without a deterministic kernel, besides those that the program allows."""
+    verify: int | None = None
+    """Steps between two comparisons of the workers; 0: none; None: what the program says."""
+    checkpoint_dir: str = ""
+    """Where checkpoints go, as an absolute path; empty means none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 means only when the program asks."""
+    resume: str = ""
+    """`auto` (the newest good checkpoint, if any), a checkpoint's path, or empty."""
+    resize_schedule: tuple[tuple[int, int], ...] = ()
+    """(step, number of workers): what to ask for once that many steps are done."""
+    adapting: Mapping[str, str] = field(default_factory=dict)
+    """The command line's settings of monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones
+    are left out."""
+    check: CheckSettings | None = None
+    """For a run of `pliant check`."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return these settings by name, without those of a subclass."""
+        return {each.name: getattr(self, each.name) for each in fields(WorkerSettings)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec(WorkerSettings):
+    """What a launched process must know to find its job, and the settings of the job."""
 
     worker: Worker
     """The worker that this process is."""
@@ -96,16 +133,14 @@ class WorkerSpec:
     """The view in which the process was started, with this worker in it."""
     secret: bytes = field(repr=False)
     """The secret with which the members of the job know each other."""
-    strategy: str = DEFAULT_STRATEGY
-    """The topology that collectives start with."""
     config_server: str = ""
     """URL of the config server; empty where the job has none."""
     listen_fd: int | None = None
     """A listening socket inherited from the runner, so that nobody can take the port in between."""
-    join_fd: int | None = None
-    """An eventfd of the runner, which learns by it that the program has joined."""
-    heartbeat_timeout_s: float = 10.0
-    """A peer silent for this long is lost."""
+    board_fd: int | None = None
+    """The progress board of the runner (`pliant.progress_board`); None without a runner."""
+    board_slot: int = 0
+    """This worker's slot there."""
     tls_cert: str = ""
     """Certificate file: connections between hosts are encrypted where it is given."""
     tls_key: str = ""
@@ -116,26 +151,6 @@ class WorkerSpec:
     """Whether the job follows the membership of the config server: workers may come and go."""
     shadow: bool = False
     """Whether the job runs already, so that this worker warms up before it reports that it is ready (`train.shadow`)."""
-    determinism: str = ""
-    """D0, D1 or D2; empty where the program decides."""
-    order: str = ""
-    """How the gradients of the replicas are added: ddp or tree; empty where the program decides."""
-    allow: tuple[str, ...] = ()
-    """Operators that may run without a deterministic kernel, besides those that the program allows."""
-    verify: int | None = None
-    """Steps between two comparisons of the workers; 0: none; None: what the program says."""
-    checkpoint_dir: str = ""
-    """Where checkpoints go; empty means none."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 means only when the program asks."""
-    resume: str = ""
-    """`auto` (the newest good checkpoint, if any), a checkpoint's path, or empty."""
-    resize_schedule: tuple[tuple[int, int], ...] = ()
-    """(step, number of workers): what to ask for once that many steps are done."""
-    adapting: Mapping[str, str] = field(default_factory=dict)
-    """The command line's settings of monitors, policies, record, replay, metrics and tensorboard, as typed."""
-    check: CheckSettings | None = None
-    """For a run of `pliant check`."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -151,17 +166,18 @@ class WorkerSpec:
         return environ
 
 
-_OMITTED_IF_EMPTY = ("check", "listen_fd", "join_fd", "tls_cert", "tls_key", "token")
+_OMITTED_IF_EMPTY = ("check", "listen_fd", "board_fd", "tls_cert", "tls_key", "token")
 _TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     "worker": (str, Worker.parse),
     "view": (lambda view: json.dumps(view.to_json()), lambda text: View.from_json(json.loads(text))),
     "secret": (bytes.hex, bytes.fromhex),
-    **dict.fromkeys(("listen_fd", "join_fd"), (lambda number: "" if number is None else str(number), int)),
+    **dict.fromkeys(("listen_fd", "board_fd"), (lambda number: "" if number is None else str(number), int)),
     "heartbeat_timeout_s": (repr, float),
+    "stall_timeout_s": (format_stall_timeout, parse_stall_timeout),
     **dict.fromkeys(("elastic", "shadow"), (lambda is_so: str(int(is_so)), lambda text: text == "1")),
     "allow": (",".join, lambda text: tuple(text.split(","))),
     "verify": (format_verify, parse_verify),
-    "checkpoint_every": (str, int),
+    **dict.fromkeys(("checkpoint_every", "board_slot"), (str, int)),
     "resize_schedule": (format_schedule, parse_schedule),
     "adapting": (lambda settings: json.dumps(dict(settings)), json.loads),
     "check": (lambda settings: settings.to_text() if settings else "", CheckSettings.from_text),
@@ -192,16 +208,6 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
     except ValueError as error:
         raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None
     return WorkerSpec(**values)
-
-
-def report_joined(spec: WorkerSpec) -> None:
-    """Tell the runner that the program has joined its job."""
-    if spec.join_fd is None:
-        return
-    with contextlib.suppress(OSError):
-        # A program between the runner and this one may have closed it, and the number may be another file's now.
-        if os.readlink(f"/proc/self/fd/{spec.join_fd}") == "anon_inode:[eventfd]":
-            os.eventfd_write(spec.join_fd, 1)
 
 
 # --- the secret of a job ---

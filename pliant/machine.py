@@ -1,10 +1,11 @@
-"""Facts about this machine, as every measured result states them."""
+"""Facts about this machine: those that every measured result states, and which addresses are its own."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import socket
 from pathlib import Path
 
 Json = dict[str, object]
@@ -23,6 +24,17 @@ def machine() -> Json:
         "mpi4py": _version("mpi4py"),
         "pliant": _version("pliant"),
     }
+
+
+def is_local(address: str) -> bool:
+    """Return whether `address` belongs to this machine: only then can a socket be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _field(path: Path, key: str) -> str | None:

@@ -7,6 +7,7 @@ A worker that ends only because it has lost another one is never blamed. Any oth
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from pliant.errors import (
     CheckpointError,
     ClusterCleared,
     ConfigError,
+    LoaderFailed,
     MustBeReplaced,
     NotWanted,
     NoView,
@@ -50,8 +52,10 @@ def exit_code_for(error: BaseException) -> int | None:
             return REFUSED_EXIT
         case WorkerLost() | ViewChanged():
             return LOST_PEER_EXIT
-        case MustBeReplaced() | NotWanted() | ClusterCleared() | NoView():
+        case LoaderFailed() | NotWanted() | ClusterCleared() | NoView():
             return None
+        case MustBeReplaced():
+            return LOST_PEER_EXIT
         case TrainError() | ConfigError() | CheckpointError():
             return PROGRAM_EXIT
     return None
@@ -72,6 +76,11 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
             place = f"{Path(file).name}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return f"{place}{type(error).__name__}: {error}"
+
+
+def fingerprint(error: BaseException, trace: TracebackType | None) -> str:
+    """Return what `describe` does, without what differs from process to process."""
+    return re.sub(r"0x[0-9a-f]+", "0x", describe(error, trace))
 
 
 Explain = Callable[[BaseException], BaseException | None]
@@ -98,26 +107,32 @@ def explain_uncaught(explain: Explain) -> None:
         sys.excepthook = _ExplainingHook(explain)
 
 
-def report_uncaught(rank: Callable[[], int]) -> None:
+def report_uncaught(rank: Callable[[], int], note: Callable[[str], None]) -> None:
     """Give uncaught errors of this process, a worker of a launched job, their messages and exit codes.
 
-    Of a mistake that every worker makes, rank 0 shows the traceback, and the others show one line.
+    Of a mistake that every worker makes, rank 0 shows the traceback, and the others show one line. `note` is called with the
+    fingerprint of an ordinary error, or of the place where the program ends itself with an exit code.
     """
     before, leave = sys.excepthook, sys.exit
 
     def leave_with(status: str | int | None = None, /) -> NoReturn:
         _exit_codes.append(status)  # the interpreter does not tell it to functions that run at exit
+        if status not in (None, 0):
+            caller = sys._getframe(1)
+            note(f"{caller.f_code.co_filename}:{caller.f_lineno}: exit code {status}")
         leave(status)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = SHADOW_EXIT if _in_shadow and isinstance(error, Exception) else exit_code_for(error)
         if code is None:
+            note(fingerprint(error, trace))
             before(kind, error, trace)
             return
         if code == PROGRAM_EXIT and rank() == 0:
             before(kind, error, trace)
         elif code == LOST_PEER_EXIT:
-            print(f"pliant: {error}; this worker ends, too", file=sys.stderr, flush=True)
+            ends = "" if isinstance(error, MustBeReplaced) else "; this worker ends, too"
+            print(f"pliant: {error}{ends}", file=sys.stderr, flush=True)
         elif code == SHADOW_EXIT:
             print(f"pliant: {NO_SHADOW}: {describe(error, trace)}", file=sys.stderr, flush=True)
         else:

@@ -37,8 +37,11 @@ _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     # The first optimizer of a process imports torch._dynamo, which takes longer than any test's training.
-    ["pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "pliant.elastic.server", "pliant.train.joining"]
-)
+    [
+        "pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "sklearn.datasets",
+        "pliant.elastic.server", "pliant.train.joining",
+    ]
+)  # fmt: skip
 
 
 class Failed(Exception):
@@ -225,8 +228,9 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
 
 
 @contextlib.contextmanager
-def joined(spec: WorkerSpec, *, order: Any = "ddp", **mesh: Any) -> Iterator[Engine]:
-    """In a worker: yield the connected engine of `spec`; `mesh` are further fields of MeshConfig."""
+def joined(spec: WorkerSpec, *, order: Any = "ddp", are_watched: bool = False, **mesh: Any) -> Iterator[Engine]:
+    """In a worker: yield the connected engine of `spec`; `mesh` are further fields of MeshConfig. `are_watched` is as under a
+    runner, which the test plays."""
     from pliant.comm.engine import EngineConfig
     from pliant.comm.mesh import MeshConfig
     from pliant.comm.topology import Strategy
@@ -235,6 +239,7 @@ def joined(spec: WorkerSpec, *, order: Any = "ddp", **mesh: Any) -> Iterator[Eng
     config = EngineConfig(
         strategy=Strategy(spec.strategy),
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
+        are_watched=are_watched,
         order=order,
         collective_timeout_s=60,
     )

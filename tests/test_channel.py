@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -167,6 +168,22 @@ def test_a_receiver_that_waits_is_woken_by_close_and_by_time() -> None:
         assert seen == [None]
         with pytest.raises(CommError, match="the connection was lost"):
             first.send({"to": "nobody"}, bytes(10 << 20))
+
+
+class SilentHost(socket.socket):
+    """A connection whose other machine the kernel has given up: what keep-alive ends with, half a minute later."""
+
+    def recv_into(self, *_: object) -> int:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+def test_a_machine_that_is_gone_without_a_word_is_a_lost_connection_and_not_a_wait_in_vain() -> None:
+    ours, theirs = socket.socketpair()
+    silent = SilentHost(fileno=ours.detach())
+    with theirs, contextlib.closing(Channel(silent, KEY, is_connector=True)) as channel:
+        for timeout_s in (None, 1.0):
+            with pytest.raises(CommError, match="the connection was lost: .*timed out"):
+                channel.receive(timeout_s)
 
 
 def test_half_a_message_and_then_silence_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

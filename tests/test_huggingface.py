@@ -373,7 +373,7 @@ def assert_same(found: dict[str, Any], stock: dict[str, Any]) -> None:
 
 def _through_changes(started: Gang, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Begin with the first worker; let the second join; kill the first. Return what the second has found."""
-    server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
+    server = stack.enter_context(ConfigServer(ServerConfig(port=0, open=True)).running())
     client = stack.enter_context(ConfigClient(server.url))
     first, second = (replace(each, elastic=True) for each in specs(addresses("AA"), config_server=server.url))
     hosts = first.view.runners

@@ -215,21 +215,29 @@ def maths_decisions(path: str) -> dict[int, list[Decision]]:
     If the file holds several runs, the last one counts. Decisions that a crash has undone are left out.
 
     Raises:
-        ConfigError: the file is not the record of a run.
+        ConfigError: the file is not the record of a run, or facts of it are missing.
     """
     found: dict[int, dict[str, Decision]] = {}
+    gap: record.Fact | None = None
     facts = record.read(path)
     if not any(fact.kind in ("start", "resumed") for fact in facts):
         raise ConfigError(f"record {path}: no run begins in it; give a file that `--record` has written")
     for fact in facts:
         if fact.kind == "start":
-            found = {}
+            found, gap = {}, None
+        elif fact.kind == "gap":
+            gap = gap or fact
         elif fact.kind == "resumed" or (fact.kind == "view" and fact.data.get("lost")):
             found = {step: decided for step, decided in found.items() if step <= fact.step}
         elif fact.kind == "decision":
             decision = decision_from_json(fact.data.get("decision") or {})
             if decision.is_maths:
                 found.setdefault(fact.step, {})[decision.kind] = decision
+    if gap is not None:
+        raise ConfigError(
+            f"record {path}: {gap.data.get('lost')} facts before step {gap.step} are missing ({gap.data.get('why')}), decisions "
+            "perhaps among them, so the run cannot be repeated from it; give a record without a gap"
+        )
     return {step: list(decided.values()) for step, decided in found.items()}
 
 

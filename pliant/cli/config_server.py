@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
-from pliant.cli.output import option, parse_int, read_token
+from pliant.cli.output import ServerNameFlag, TlsCertFlag, TlsKeyFlag, option, parse_int, parse_names, read_token
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.duration import parse_duration
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError, reason
+from pliant.json_text import parse_json
+from pliant.tokens import keep_token, kept_token, random_token
 
 if TYPE_CHECKING:
     from pliant.elastic.server import ServerConfig
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def config_server(
-    host: Annotated[str, option("-host --host", "", "Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
+    host: Annotated[str, option("-host --host", "", "Address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
     port: Annotated[str, option("-port --port", "PORT", "0 picks a free one.")] = "9100",
     init: Annotated[str, option("-init --init", "FILE", "JSON of the first list of workers.")] = "",
     ttl: Annotated[str, option("-ttl --ttl", "TIME", "Stop after this time, such as 90s; 0 means never.")] = "0",
@@ -32,41 +34,60 @@ def config_server(
     port_range: Annotated[str, option("-port-range --port-range", "BEGIN-END", "Ports that a resize may use.")] = "",
     state: Annotated[str, option("--state", "FILE", "Keep the list in this SQLite file across restarts.")] = "",
     token_file: Annotated[
-        str, option("--token-file", "FILE", "File with the token that clients must send; or set PLIANT_TOKEN.")
+        str,
+        option(
+            "--token-file",
+            "FILE",
+            "File with the token that clients must send; default: PLIANT_TOKEN, or a random one that is kept for you.",
+        ),
     ] = "",
-    tls_cert: Annotated[str, option("--tls-cert", "FILE", "Certificate chain, PEM.")] = "",
-    tls_key: Annotated[str, option("--tls-key", "FILE", "Its private key, PEM.")] = "",
+    is_open: Annotated[
+        bool, option("--open", "", "Let everybody who reaches the port change or end jobs, without a token.")
+    ] = False,
+    tls_cert: TlsCertFlag = "",
+    tls_key: TlsKeyFlag = "",
+    server_name: ServerNameFlag = "",
 ) -> None:
     """Serve the list of workers that a job should have over HTTP, until SIGTERM, SIGINT or a request to /stop."""
     from pliant.elastic.server import ServerConfig
 
+    number = parse_int(port, "-port", 9100)
+    given = read_token(token_file)
     config = ServerConfig(
         host=host,
-        port=parse_int(port, "-port", 9100),
+        port=number,
         endpoint=endpoint,
         initial=_view_from(init) if init else None,
         limits=_limits(hosts, port_range),
         state=state or ":memory:",
-        token=read_token(token_file),
+        # The same one after a restart, because runners and workers of jobs have been told it.
+        token=given or ("" if is_open else kept_token(host, number) or random_token()),
+        open=is_open,
+        names=parse_names(server_name),
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
-    _serve(config, min(parse_duration(ttl, "-ttl"), threading.TIMEOUT_MAX))
+    _serve(config, min(parse_duration(ttl, "-ttl"), threading.TIMEOUT_MAX), token_file, is_made=not (given or is_open))
 
 
-def _serve(config: ServerConfig, ttl_s: float) -> None:
+def _serve(config: ServerConfig, ttl_s: float, token_file: str, *, is_made: bool) -> None:
     from pliant.elastic.server import ConfigServer
 
     logging.basicConfig(level=logging.INFO, format="[config-server] %(message)s")
     server = ConfigServer(config)
-    with server.running():
+    with ExitStack() as stack, server.running():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
+        file = keep_token(config.host, server.port, config.token) if is_made else None
         print(f"config server at {server.url}, version {server.wanted.version}", flush=True)
         if everywhere := _everywhere(config.host, server.url):
             print(everywhere, flush=True)
-        if not config.token:
-            print("no token: whoever reaches this port can change the cluster; see --token-file", flush=True)
+        if config.open:
+            print("open: everybody who reaches this port can change and end the jobs that use it", flush=True)
+        else:
+            print(f"requests need the token in {file or token_file or 'PLIANT_TOKEN'}", flush=True)
+            if file is not None and config.port == 0:
+                stack.callback(file.unlink, missing_ok=True)
         server.wait(ttl_s or None)
 
 
@@ -99,8 +120,8 @@ def _limits(hosts: str, port_range: str) -> Limits:
 def _view_from(file: str) -> View:
     """Read the view in `file`; the server numbers it."""
     try:
-        return View.from_json(json.loads(Path(file).read_text(encoding="utf-8")), number=0)
+        return View.from_json(parse_json(Path(file).read_text(encoding="utf-8")), number=0)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"-init {file} cannot be read: {reason(error)}; give another file") from None
-    except (ValueError, RecursionError, ConfigError) as error:
+    except (ValueError, ConfigError) as error:
         raise ConfigError(f"-init {file}: {error}; give the JSON of a cluster, as a config server answers it") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Annotated
 import typer
 
 from pliant import child, record
-from pliant.cli.output import option, parse_int, read_token
+from pliant.cli.output import ServerNameFlag, TlsCertFlag, TlsKeyFlag, option, parse_int, parse_names, read_token
 from pliant.errors import ConfigError
+from pliant.tokens import random_token
 
 Given = Annotated[
     list[str] | None,
@@ -32,20 +32,19 @@ END_S = 5.0
 # Numbers are taken as text and parsed here: click would answer a wrong one with a page of usage.
 def dash(
     given: Given = None,
-    host: Annotated[
-        str, option("--host", "", "Address to listen on; if it is not loopback, viewing needs the token, too.")
-    ] = "127.0.0.1",
+    host: Annotated[str, option("--host", "", "Address to listen on, IPv4 or IPv6.")] = "127.0.0.1",
     port: Annotated[str, option("--port", "PORT", "0 picks a free one.")] = "9300",
     token_file: Annotated[
         str,
         option(
             "--token-file",
             "FILE",
-            "File with the token for resizing and stopping; default: PLIANT_TOKEN, or a random one, which is printed.",
+            "File with the token of the page; default: PLIANT_TOKEN, or a random one, which the printed address has.",
         ),
     ] = "",
-    tls_cert: Annotated[str, option("--tls-cert", "FILE", "Certificate chain, PEM.")] = "",
-    tls_key: Annotated[str, option("--tls-key", "FILE", "Its private key, PEM.")] = "",
+    tls_cert: TlsCertFlag = "",
+    tls_key: TlsKeyFlag = "",
+    server_name: ServerNameFlag = "",
 ) -> None:
     """Show jobs in the browser: curves with events, workers, topology, the cluster, logs. Works offline."""
     from pliant.ui.jobs import Watcher
@@ -53,27 +52,33 @@ def dash(
     from pliant.ui.sources import open_sources
 
     known = read_token(token_file)
-    token, is_new = known or secrets.token_urlsafe(18), not known
+    token, is_new = known or random_token(), not known
     config = DashConfig(
-        host=host, port=parse_int(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key
+        host=host,
+        port=parse_int(port, "--port", 9300),
+        token=token,
+        names=parse_names(server_name),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
     )
     watcher = Watcher(open_sources(given or []))
 
     def say(url: str) -> None:
-        print(f"the page is at {url}", flush=True)
         if is_new:
-            what = "resizing and stopping" if config.is_loopback else "looking, resizing and stopping"
-            print(f"its token, for {what}: {token}", flush=True)
+            print(f"the page is at {url}?token={token}", flush=True)
+        else:
+            print(f"the page is at {url} (token in {token_file or 'PLIANT_TOKEN'})", flush=True)
 
     serve(config, watcher, say)
 
 
 @contextlib.contextmanager
-def page_beside(port: str, shown: str, *, token_file: str = "") -> Iterator[None]:
+def page_beside(port: str, shown: str, *, token_file: str = "", tls: tuple[str, str] = ("", "")) -> Iterator[None]:
     """Show the page of `pliant dash` at a port of loopback until the block ends; an empty `port` shows none.
 
     `shown` is a record or a state directory; empty: everything that runs here. The page is a process of its own, so that
     drawing never delays a runner or a scheduler; the kernel ends it if this process is killed. It prints its own address.
+    `tls` is its certificate and key.
     """
     if not port:
         yield
@@ -83,7 +88,8 @@ def page_beside(port: str, shown: str, *, token_file: str = "") -> Iterator[None
     if shown and not os.path.exists(shown):
         record.Recorder(shown).close()  # a run will write it; the page may look before
     main = [sys.executable, "-c", "from pliant.cli.main import main; main()"]
-    flags = ["--port", port, *(["--token-file", token_file] if token_file else [])]
+    given = {"--token-file": token_file, "--tls-cert": tls[0], "--tls-key": tls[1]}
+    flags = ["--port", port, *(word for flag, value in given.items() if value for word in (flag, value))]
     words = [*main, "dash", *filter(None, [shown]), *flags]
     process = subprocess.Popen([sys.executable, child.__file__, str(os.getpid()), *words])
     try:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from pliant.cluster import check_host
 from pliant.errors import ConfigError, reason
 
 if TYPE_CHECKING:
@@ -44,6 +45,16 @@ JsonFile = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+TlsCertFlag = Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")]
+TlsKeyFlag = Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")]
+ServerNameFlag = Annotated[
+    str,
+    typer.Option(
+        "--server-name",
+        metavar="NAME,...",
+        help="Further names that requests may call this server, such as that of a proxy before it.",
+    ),
+]
 
 
 def option(names: str, metavar: str, help: str, complete: Completer | None = None, **more: Any) -> Any:
@@ -90,6 +101,11 @@ def parse_counts(text: str, flag: str) -> dict[str, int]:
         if value < 0 or value != int(value):
             raise ConfigError(f"{flag} {name}={value:g}: use a whole number of devices")
     return {name: int(value) for name, value in found.items()}
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parse the names of `--server-name`, which are separated by commas."""
+    return tuple(check_host(name.strip()) for name in text.split(",") if name.strip())
 
 
 def read_token(file: str) -> str:

@@ -13,10 +13,11 @@ from pliant.cli.output import option, show_waiting
 from pliant.duration import format_duration, parse_duration
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.jobs.store import START_ONE, choose_run, running_jobs
+from pliant.tokens import find_token
 
 if TYPE_CHECKING:
     from pliant.cluster import ClusterSnapshot, Membership, View
-    from pliant.elastic.client import ConfigClient
+    from pliant.elastic.client import MembershipClient
 
 RETRY_S = 0.2
 
@@ -35,7 +36,7 @@ def resize(
         option(
             "-config-server --config-server",
             "URL",
-            "The job's config server; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
+            "The job's config server, or etcd://HOSTS; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
         ),
     ] = "",
     job: Annotated[str, option("--job", "ID", "Which of several running jobs.", completion.running)] = "",
@@ -43,14 +44,14 @@ def resize(
     timeout: Annotated[str, option("--timeout", "TIME", "How long to wait.")] = "60s",
 ) -> None:
     """Give the running job N workers; its result stays the same."""
-    from pliant.elastic.client import ConfigClient
+    from pliant.elastic.client import open_client
 
     num_workers = _size(size)
     timeout_s = parse_duration(timeout, "--timeout")
     url, token = _server(config_server, job)
     begun_s = time.monotonic()
-    with ConfigClient(url, token) as client:
-        view = _request_size(client, num_workers)
+    with open_client(url, token, origin=f"pliant resize {num_workers}") as client:
+        view = _request_size(client, url, num_workers)
         if not wait:
             return
         with show_waiting(
@@ -68,20 +69,19 @@ def _server(url: str, job: str) -> tuple[str, str]:
     """Return the URL and the token of the config server."""
     if url and job:
         raise ConfigError(f"--config-server {url} and --job {job} both name a job: give one of them")
-    token = os.environ.get("PLIANT_TOKEN", "")
     url = url or ("" if job else os.environ.get("PLIANT_CONFIG_SERVER", ""))
     if url:
-        return url, token
+        return url, find_token(url)
     found = choose_run(running_jobs(), job)
-    return found.config_server, found.token or token
+    return found.config_server, found.token or find_token(found.config_server)
 
 
-def _request_size(client: ConfigClient, num_workers: int) -> View:
+def _request_size(client: MembershipClient, url: str, num_workers: int) -> View:
     """Ask for `num_workers`; returns the view that the server made of it."""
     try:
-        before = client.wanted().view
+        before = client.snapshot().wanted.view
         if before is None:
-            raise ConfigError(f"no job runs at {client.url}: no workers were ever wanted there; {START_ONE}")
+            raise ConfigError(f"no job runs at {url}: no workers were ever wanted there; {START_ONE}")
         view = client.resize(num_workers)
     except ServerUnavailable as error:
         raise ConfigError(str(error)) from None
@@ -89,7 +89,7 @@ def _request_size(client: ConfigClient, num_workers: int) -> View:
     return view
 
 
-def _await(client: ConfigClient, view: View, num_workers: int, deadline_s: float, timeout: str) -> None:
+def _await(client: MembershipClient, view: View, num_workers: int, deadline_s: float, timeout: str) -> None:
     """Wait until the job trains on `num_workers` workers.
 
     Raises:

@@ -28,7 +28,9 @@ from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError, reason
+from pliant.files import LineFileHandler
 from pliant.identity import DEFAULT_STRATEGY, CheckSettings, parse_schedule, parse_verify
+from pliant.stall_rule import parse_stall_timeout
 
 if TYPE_CHECKING:
     from pliant.jobs.schema import TrainJob
@@ -78,11 +80,12 @@ class RunArguments:
     secret_file: Annotated[str, _where("--secret-file", "FILE", "The job's secret, if runners are started one by one.")] = ""
 
     watch: Annotated[bool, _elastic("-w --watch", "", "Let the job be resized, and replace workers that crash.")] = False
-    config_server: Annotated[str, _elastic("--config-server", "URL", "Follow this config server; default: one of the job's own.")] = ""
+    config_server: Annotated[str, _elastic("--config-server", "URL", "Follow this config server, or etcd://HOSTS; default: the job's own.")] = ""
     resize_schedule: Annotated[str, _elastic("--resize-schedule", "STEP:N,...", "Have N workers from STEP on; 0 stops. Implies -w.")] = ""
-    max_restarts: Annotated[str, _elastic("--max-restarts", "N", "Replace at most this many workers; default 100.")] = "100"
+    max_restarts: Annotated[str, _elastic("--max-restarts", "N", "Replace so many that fail by themselves; 0: nobody; default 100.")] = "100"
     independent: Annotated[bool, _hidden("--independent", "", "With -w, for programs that never join: each worker is replaced by itself.")] = False
-    heartbeat_timeout: Annotated[str, _elastic("--heartbeat-timeout", "TIME", "A worker that is silent for longer is lost; default 10s.")] = "10s"
+    heartbeat_timeout: Annotated[str, _elastic("--heartbeat-timeout", "TIME", "A worker silent for longer is lost; default 10s.")] = "10s"
+    stall_timeout: Annotated[str, _elastic("--stall-timeout", "TIME|off", "Replace a worker that hangs; default 60s or more.", completion.one_of("off"))] = ""
     timeout: Annotated[str, _elastic("--timeout", "TIME", "End the job after this long.")] = "0"
 
     checkpoint_dir: Annotated[str, _state("--checkpoint-dir", "DIR", "Directory of checkpoints, on all hosts.")] = ""
@@ -149,6 +152,7 @@ class RunArguments:
             grace_s=parse_duration(self.grace, "--grace"),
             rendezvous_timeout_s=parse_duration(self.rendezvous_timeout, "--rendezvous-timeout"),
             heartbeat_timeout_s=parse_duration(self.heartbeat_timeout, "--heartbeat-timeout"),
+            stall_timeout_s=parse_stall_timeout(self.stall_timeout),
             logdir=self.logdir,
             show_output=self.show_output,
             quiet=self.quiet,
@@ -332,6 +336,7 @@ def _launch(options: RunOptions) -> int:
     from pliant.launch.output import Console
     from pliant.launch.plan import Machine, describe, make_plan
     from pliant.launch.runner import launch
+    from pliant.tokens import state_directory
 
     check_future_file(options.adapting.get("record", ""), "--record")
     check_future_folder(options.adapting.get("tensorboard", ""), "--tensorboard")
@@ -342,7 +347,12 @@ def _launch(options: RunOptions) -> int:
         for line in describe(plan, machine):
             log.info("%s", line)
     try:
-        outcome = launch(plan, machine, register=None if options.independent else registered)
+        outcome = launch(
+            plan,
+            machine,
+            register=None if options.independent else registered,
+            servers=state_directory(machine.environ) / "servers",
+        )
     except KeyboardInterrupt:
         return 130  # before there were workers; afterwards the runner handles it
     if outcome.summary:
@@ -363,8 +373,7 @@ def _set_up_log(logfile: str) -> None:
     ours.addHandler(console)
     if logfile:
         try:
-            Path(logfile).parent.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(logfile)
+            file = LineFileHandler(logfile)
         except OSError as error:
             raise ConfigError(f"-logfile {logfile}: {error.strerror}; give a file that can be written") from None
         file.setFormatter(logging.Formatter("%(asctime)s [%(levelname).1s] %(message)s"))

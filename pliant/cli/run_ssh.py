@@ -12,6 +12,7 @@ import typer
 
 from pliant.cluster import place
 from pliant.errors import ConfigError
+from pliant.tokens import find_token
 
 if TYPE_CHECKING:
     from pliant.launch.plan import RunOptions
@@ -53,6 +54,8 @@ def over_ssh(ctx: typer.Context, options: RunOptions, *, user: str, python: str,
     )
     place(hosts, options.np, options.port_range)  # for its checks, which each host would have to repeat
     environ = dict(os.environ)
+    if options.config_server and (token := find_token(options.config_server, environ)):
+        environ["PLIANT_TOKEN"] = token  # it may be kept here only
     return run_over_ssh(
         SshJob(
             hosts=hosts,
@@ -63,5 +66,6 @@ def over_ssh(ctx: typer.Context, options: RunOptions, *, user: str, python: str,
             secret=job_secret(secret_file=options.secret_file, shared="PLIANT_SECRET" in environ, environ=environ),
             user=user,
             grace_s=options.grace_s,
+            elastic=options.watch,
         )
     )

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 from pliant.cli import completion
 from pliant.cli.connection import ServerFlag, connected, devices_text
 from pliant.cli.dash import page_beside
-from pliant.cli.output import option, parse_counts, parse_int, read_token
+from pliant.cli.output import (
+    ServerNameFlag,
+    TlsCertFlag,
+    TlsKeyFlag,
+    option,
+    parse_counts,
+    parse_int,
+    parse_names,
+    read_token,
+)
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError
 
@@ -46,6 +55,9 @@ def serve(
         ),
     ] = "",
     interval: Annotated[str, option("--interval", "TIME", "Time between decisions if nothing happens.")] = "5s",
+    tls_cert: TlsCertFlag = "",
+    tls_key: TlsKeyFlag = "",
+    server_name: ServerNameFlag = "",
     dash: Annotated[str, option("--dash", "PORT", "Show the page of `pliant dash` there, with the same token.")] = "",
     on: Annotated[str, option("--on", "local|ray", "Where jobs run.", completion.one_of(*BACKENDS))] = "local",
     ray_address: Annotated[
@@ -70,8 +82,8 @@ def serve(
         raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
     from pliant.jobs.api import JobServerConfig
     from pliant.jobs.api import serve as run
-    from pliant.jobs.store import state_directory
     from pliant.sched import policies as schedulers
+    from pliant.tokens import state_directory
 
     if on not in BACKENDS:
         raise ConfigError(f"--on {on!r} is not known: use {' or '.join(BACKENDS)}")
@@ -83,6 +95,9 @@ def serve(
         port=0 if embedded else parse_int(port, "--port", 9200),
         token="" if embedded else read_token(token_file),
         interval_s=parse_duration(interval, "--interval"),
+        names=parse_names(server_name),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         embedded=embedded,
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
@@ -97,7 +112,7 @@ def serve(
         def say(text: str) -> None:
             print(text, flush=True)
             if text.startswith("pliant serve at"):  # from now on there is something to show
-                stack.enter_context(page_beside(dash, shown, token_file=shown_token))
+                stack.enter_context(page_beside(dash, shown, token_file=shown_token, tls=(tls_cert, tls_key)))
 
         given = parse_counts(devices, "--devices")
         if embedded:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pliant.comm.byte_copies import ByteRun, OnEnd
 from pliant.comm.execution import OpenOperations, ReceiveBuffers, SliceExecutor
+from pliant.comm.fetching import TensorFetcher
 from pliant.comm.frames import (
     FINISHED,
     KIND,
@@ -29,7 +31,6 @@ from pliant.comm.frames import (
     unpack_places,
 )
 from pliant.comm.kernels import dtype_of
-from pliant.comm.lending import ByteRun, Lending, OnEnd, TensorRequests
 from pliant.comm.memory import OperandBuffer, Span
 from pliant.comm.operations import ARRIVED, Operation
 from pliant.comm.peers import (
@@ -45,6 +46,7 @@ from pliant.errors import CommError, Mismatch
 if TYPE_CHECKING:
     from pliant.cluster import View
     from pliant.comm.connection import PeerLink
+    from pliant.comm.lending import Lending
 
 log = logging.getLogger(__name__)
 
@@ -294,16 +296,19 @@ class Collectives:
         self.peers = Peers(view, rank)
         self.memory_map = SharedMemoryMap(memory, self.peers)
         self._memory = memory
+        self._lending = lending
         self.specs = SpecRegistry(view.number)
         by_key: dict[int, Operation] = {}
         self._buffers = ReceiveBuffers(memory, self.specs, by_key)
         self.operations = OpenOperations(self.peers, by_key, self._buffers)
         self.executor = SliceExecutor(self.peers, self.memory_map, self.specs, self.operations)
         self._matcher = FrameMatcher(self.peers, self.specs, self.memory_map, self.operations, self.executor)
-        self._requests = TensorRequests(self.peers, lending, self.memory_map)
+        self._fetcher = TensorFetcher(self.peers, lending)
         self.pings = Pings(self.peers)
         self.runnable = self.executor.runnable
         """The steps that can be taken now."""
+        self.is_given_up = False
+        """Whether a peer has counted this worker as lost. Whoever closes a connection then is not lost."""
         self.ended: Exception | None = None
         """The reason why nothing begins here any more."""
         self.links_to_drop: list[PeerLink] = []
@@ -350,7 +355,7 @@ class Collectives:
         if self.ended is not None:
             on_end(self.ended)
         else:
-            self._requests.fetch(ranks, name, target, on_end)
+            self._fetcher.fetch(ranks, name, target, on_end)
 
     def ping(self, on_pong: OnPong) -> None:
         """Measure the round-trip time to every peer."""
@@ -383,31 +388,32 @@ class Collectives:
             case FrameKind.ERROR:
                 self._matcher.on_error(link, frame, payload)
             case FrameKind.LOST:
+                self.is_given_up = self.is_given_up or piece == self.rank
                 if piece != self.rank and piece not in self.peers.lost:
                     self.on_lost(piece, payload.decode(errors="replace"), reported_by=link.rank)
             case FrameKind.PONG:
                 self.pings.on_pong(link, extra)
             case FrameKind.REQUEST:
-                self._requests.on_request(link, frame, payload)
+                self._lending.on_request(link, frame, payload, self.memory_map)
             case FrameKind.LENT:
-                self._requests.on_lent(link, frame)
+                self._fetcher.on_lent(link, frame)
             case FrameKind.MOVED:
                 error = self.peers.on_moved(link, payload)
                 self._tear(error)
                 self._fail_dependents(link.rank, error)
-                self._requests.fail(error, link.rank)
+                self._fetcher.fail(error, link.rank)
             case _:
                 link.default_receiver.on_frame(link, frame, payload)
 
     def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
         if frame[KIND] == FrameKind.RESPONSE:
-            return self._requests.place_for(link, frame)
+            return self._fetcher.place_for(link, frame)
         return self._buffers.place_for(link, frame)
 
     def on_bulk(self, link: PeerLink, frame: Frame) -> None:
         link.ingress_bytes += frame[LENGTH]
         if frame[KIND] == FrameKind.RESPONSE:
-            self._requests.on_response(link, frame)
+            self._fetcher.on_response(link, frame)
             return
         arrived = self._buffers.on_payload(link, frame)
         if arrived is not None:
@@ -425,7 +431,8 @@ class Collectives:
         log.debug("rank %d: %s", self.rank, error)
         if reported_by is not None:
             self.links_to_drop.append(self.peers.links[rank])
-        self.peers.send_to_all(FrameKind.LOST, why.encode(), piece=rank)
+        if not self.is_given_up:
+            self.peers.send_to_all(FrameKind.LOST, why.encode(), piece=rank)
         self._tear(error)
         for operation in self.operations.involving(rank):
             self.operations.fail(operation, error)
@@ -460,7 +467,7 @@ class Collectives:
 
     def _drop_peer(self, rank: int, error: Exception) -> None:
         self._buffers.drop_peer(rank)
-        self._requests.fail(error, rank)
+        self._fetcher.fail(error, rank)
         self.pings.cancel(rank)
 
     # --- the end ---
@@ -480,7 +487,7 @@ class Collectives:
         self._tear(error)
         self.operations.fail_all(error)
         self.pings.cancel()
-        self._requests.fail(error)
+        self._fetcher.fail(error)
 
     def retire(self, error: Exception) -> None:
         """End, because the worker moves to another view: queue what peers are owed, and fail the rest with `error`."""

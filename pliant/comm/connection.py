@@ -32,6 +32,7 @@ from pliant.comm.frames import (
     FrameKind,
     header,
 )
+from pliant.comm.liveness import host_answers, peer_process, process_runs
 from pliant.comm.memory import Arena
 from pliant.comm.operations import PriorityQueue
 from pliant.comm.telemetry import TimedBytes
@@ -259,6 +260,7 @@ class PeerLink:
         """The number of our own arenas that the peer knows."""
         self.last_seen_s = 0.0
         self.last_sent_s = 0.0
+        self._process = peer_process(sock)
         self.fds: deque[int] = deque()
         """Descriptors that were received and not yet claimed."""
         self.fragment_bytes = 0
@@ -540,6 +542,16 @@ class PeerLink:
         arena.has_slots = has_slots
         arena.close()  # the mapping stays
         return arena
+
+    def seems_alive(self, within_s: float, *, is_watched: bool) -> bool:
+        """Return whether the peer lives, though it says nothing.
+
+        A host that answers does not show that the peer's process runs. Only if a runner there watches over the process,
+        and ends it if it is stopped (`is_watched`), is that enough.
+        """
+        if self.shared and (runs := process_runs(self._process)) is not None:
+            return runs
+        return is_watched and bool(host_answers(self.sock, within_s))
 
     def has_hung_up(self) -> bool:
         """Return whether the peer has closed its end, even if there is still something to read."""

@@ -118,6 +118,7 @@ class CudaStaging:
             if place is None or place[0] in self._pinned:
                 return
             arena = self._memory.arenas[place[0]]
+            arena.populate()  # else CUDA does it, and every call of the other threads waits for it: 0.4 ms per MB
             torch.cuda.check_error(int(_runtime().cudaHostRegister(arena.address, arena.size, 0)))
             self._pinned.add(place[0])
 
@@ -131,6 +132,7 @@ class CudaStaging:
                 return
             self._mapped.add(arena)
             address = arena.address
+            arena.populate()
             outcome = int(_runtime().cudaHostRegister(address, arena.size, 0))
             if outcome:
                 log.debug("memory of a peer cannot be pinned: error %d", outcome)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pliant.comm.byte_copies import ByteRun
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
-from pliant.comm.lending import ByteRun
 from pliant.comm.operations import Operation, RegisteredSpec
 from pliant.comm.order import ORDERS, Order
 from pliant.comm.plan import INTERNAL, Portion, StrategyHistory, highest_counts, local_ranks, pack_counts
@@ -47,7 +47,10 @@ class EngineConfig:
     slice_bytes: int = 1 << 20
     """Tensors are cut into slices of at most this size."""
     heartbeat_timeout_s: float = 10.0
-    """A peer that is silent for this long is lost."""
+    """A peer that is silent for this long is lost, unless the kernel says that it lives (`comm.liveness`)."""
+    are_watched: bool = False
+    """Whether a runner watches over the process of each worker, and ends one that is stopped. Without one, a peer on
+    another host whose process is silent counts as lost."""
     collective_timeout_s: float = 300.0
     """Default timeout of `Handle.wait`."""
     linger_s: float = 5.0

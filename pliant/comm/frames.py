@@ -59,6 +59,8 @@ FINISHED = struct.Struct("<III")
 TAGGED = struct.Struct("<8sQ")
 """The tag of a channel, and a count."""
 _PLACE = struct.Struct("<IIQ")
+_REQUESTED = struct.Struct("<QQQ")
+"""A REQUEST: first and last byte of the piece, and the bytes of all tensors; the name follows."""
 
 Place = tuple[int, int, int]
 """(rank of the owner, arena, offset): an address in the shared memory of a host."""
@@ -84,6 +86,17 @@ def pack_places(places: list[Place]) -> bytes:
 
 def unpack_places(payload: bytes) -> list[Place]:
     return [(owner, arena, offset) for owner, arena, offset in _PLACE.iter_unpack(payload)]
+
+
+def pack_request(name: str, begin: int, end: int, num_bytes: int) -> bytes:
+    """Pack a request for the bytes from `begin` to `end` of what is lent under a name, which has `num_bytes` in all."""
+    return _REQUESTED.pack(begin, end, num_bytes) + name.encode()
+
+
+def unpack_request(payload: bytes) -> tuple[str, int, int, int]:
+    """Return name, begin, end and the number of bytes in all."""
+    begin, end, num_bytes = _REQUESTED.unpack_from(payload)
+    return payload[_REQUESTED.size :].decode(errors="replace"), begin, end, num_bytes
 
 
 def channel_tag(channel: tuple[str, str, tuple[int, ...]]) -> bytes:

@@ -8,6 +8,7 @@ tensor on it is gone.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
 import mmap
 import os
@@ -28,6 +29,10 @@ ARENA_BYTES = 64 << 20
 PAGE_BYTES = mmap.PAGESIZE
 RESERVED_BYTES = 1 << 16
 """Smaller tensors are not allocated from reserved memory."""
+POPULATED_BYTES = 16 << 20
+"""How much is populated by one call."""
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None)  # unlike the methods of mmap, it lets other threads run during a call
 
 
 # --- shared memory ---
@@ -57,6 +62,14 @@ class Arena:
     def flat(self, offset: int, dtype: torch.dtype, length: int) -> torch.Tensor:
         """Return `length` elements from `offset` on as a flat tensor."""
         return self.bytes[offset : offset + length * dtype.itemsize].view(dtype)
+
+    def populate(self) -> None:
+        """Have all pages at once, with what is in them. Kernels before 5.14 cannot, and nothing happens."""
+        for begin in range(0, self.size, POPULATED_BYTES):
+            length = min(POPULATED_BYTES, self.size - begin)
+            place = ctypes.c_void_p(self.address + begin)
+            if _libc.madvise(place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                return
 
     def close(self) -> None:
         """Close the descriptor; the mapping lives as long as tensors refer to it."""

@@ -95,7 +95,7 @@ class SharedMemoryMap:
 
     def __init__(self, memory: SharedMemory, peers: Peers) -> None:
         self.memory = memory
-        self._peers = peers
+        self.peers = peers
         self._num_announced = 0
         """The number of our own arenas that all peers know."""
         self._on_mapped: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -107,7 +107,7 @@ class SharedMemoryMap:
         found = self._spans.get(key)
         if found is None:
             owner, arena, offset = place
-            arenas = self.memory.arenas if owner == self._peers.rank else self._peers.links[owner].arenas
+            arenas = self.memory.arenas if owner == self.peers.rank else self.peers.links[owner].arenas
             found = self._spans[key] = Span(arenas[arena].flat(offset, dtype, length), owner, arena, offset)
             found.lasting = True
         return found
@@ -115,7 +115,7 @@ class SharedMemoryMap:
     def new_span(self, flat: torch.Tensor) -> Span:
         """Return a span on newly allocated memory; the span keeps the tensor, and with it the memory."""
         arena, offset = self.memory.locate(flat) or (0, 0)
-        return Span(flat, self._peers.rank, arena, offset)
+        return Span(flat, self.peers.rank, arena, offset)
 
     def announce(self, arena: int) -> None:
         """Let every peer of this host map our arenas up to `arena`.
@@ -124,9 +124,9 @@ class SharedMemoryMap:
         """
         if arena < self._num_announced:
             return
-        for link in self._peers.links.values():
-            if link.shared and link.rank not in self._peers.lost:
-                link.send_arenas(self.memory.arenas, arena, self._peers.view.number)
+        for link in self.peers.links.values():
+            if link.shared and link.rank not in self.peers.lost:
+                link.send_arenas(self.memory.arenas, arena, self.peers.view.number)
         self._num_announced = arena + 1
 
     def on_arena(self, rank: int, arena: int) -> None:
@@ -140,7 +140,7 @@ class SharedMemoryMap:
         A peer may refer to a third worker's memory while that worker's own announcement is still on its way.
         """
         for owner, arena, _ in places:
-            if owner != self._peers.rank and arena not in self._peers.links[owner].arenas:
+            if owner != self.peers.rank and arena not in self.peers.links[owner].arenas:
                 self._on_mapped.setdefault((owner, arena), []).append(otherwise)
                 return False
         return True

@@ -34,6 +34,7 @@ GAUGE_S = 0.01
 """Interval at which outgoing bytes are measured while the network is the limit."""
 DUPLICATE_S = 1.0
 """A newcomer under the name of a connected worker replaces it if that worker does not react for this long."""
+PULSE_S = 2.0
 GOODBYE_S = 1.0
 """A worker that leaves waits this long for its peers to close."""
 DOZE_S = 0.001
@@ -58,7 +59,8 @@ class Connections:
     was sent in a view that this worker has left, nothing else matters.
     """
 
-    def __init__(self, me: Worker, poller: Poller, *, heartbeat_timeout_s: float) -> None:
+    def __init__(self, me: Worker, poller: Poller, *, heartbeat_timeout_s: float, are_watched: bool = False) -> None:
+        """`are_watched`: a runner watches over the process of each worker."""
         self.me = me
         self.collectives: Collectives | None = None
         """The collectives of the view that the worker is in."""
@@ -81,11 +83,13 @@ class Connections:
         """Called when memory of a peer was mapped."""
         self.on_dropped: Callable[[PeerLink, bool], None] = lambda link, may_live: None
         """Called when a connection is gone, and whether the peer may live, as it has not closed its end."""
+        self.on_pulse: Callable[[float], None] = lambda now_s: None
+        """Called with the time, about every `PULSE_S`, while the thread runs."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a connection has been added or dropped."""
         self._poller = poller
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._next_heartbeat_s = 0.0
+        self._heartbeat_timeout_s, self._are_watched = heartbeat_timeout_s, are_watched
+        self._next_heartbeat_s = self._next_pulse_s = 0.0
         self._duplicates: dict[PeerLink, tuple[float, Callable[[bool], None]]] = {}
         """Links whose worker's name another process has claimed: since when they are tested, and the answer function."""
         self._limited = False
@@ -291,12 +295,19 @@ class Connections:
     @property
     def poll_timeout_s(self) -> float:
         """The time after which `check_liveness` must be called again."""
-        timeout_s = self._heartbeat_timeout_s
+        timeout_s = min(self._heartbeat_timeout_s, 8 * PULSE_S)
         return (min(DUPLICATE_S, timeout_s) if self._duplicates else timeout_s) / 8
 
     def check_liveness(self, now_s: float) -> None:
         """Send heartbeats and drop silent peers, if it is time for that."""
+        if now_s > self._next_pulse_s:
+            self._next_pulse_s = now_s + PULSE_S / 2
+            self.on_pulse(now_s)
         if now_s > self._next_heartbeat_s:
+            if now_s - self._next_heartbeat_s > self._heartbeat_timeout_s / 2:
+                # This process did not run, and perhaps no other one of the host did: that says nothing of the peers.
+                for link in self.links.values():
+                    link.last_seen_s = now_s
             self._next_heartbeat_s = now_s + self._heartbeat_timeout_s / 16
             for link in list(self.links.values()):
                 if not self.is_lost(link):
@@ -317,10 +328,13 @@ class Connections:
         if now_s - link.last_seen_s > timeout_s:
             # In the middle of a payload the kernel may hold back what is less than the low-water mark.
             self._read(link)
-        if now_s - link.last_seen_s > timeout_s and not link.closed and not link.paused:
-            silent_s = now_s - link.last_seen_s
-            self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
-                             "raise --heartbeat-timeout if it was only slow")  # fmt: skip
+        silent_s = now_s - link.last_seen_s
+        if silent_s <= timeout_s or link.closed or link.paused:
+            return
+        # It may only be slow, because a thread of it holds the interpreter lock.
+        if not link.seems_alive(timeout_s, is_watched=self._are_watched):
+            self._dismiss(link, f"silent for {silent_s:.1f} s: its process is stopped, or its host cannot be reached "
+                                f"(heartbeat_timeout_s={timeout_s:g})")  # fmt: skip
 
     def is_lost(self, link: PeerLink) -> bool:
         """Return whether a link leads to a member of the view that is known to be gone."""
@@ -364,16 +378,35 @@ class Connections:
             (self.collectives.on_left(link.rank) if link.is_leaving else self.collectives.on_lost(link.rank, why))
         self.on_dropped(link, may_live)
         try:
-            self.on_left(link.worker) if link.is_leaving else self.on_lost(link.worker, why)
+            if link.is_leaving:
+                self.on_left(link.worker)
+            elif self.collectives is None or not self.collectives.is_given_up:
+                self.on_lost(link.worker, why)
         except Exception:
             log.exception("%s: the callback for the loss of %s failed", self.me, link.worker)
         self.on_change()
+
+    def give_up(self, worker: Worker, why: str) -> None:
+        """Close the connection to a worker that is of no use any more, though it may live."""
+        link = self.links.get(worker)
+        if link is not None:
+            self._dismiss(link, why)
+
+    def _dismiss(self, link: PeerLink, why: str) -> None:
+        """Close the connection to a worker that may live, and tell it first: else it would take its peers for lost."""
+        if not link.closed:
+            notice = why.encode()
+            head = header(FrameKind.LOST, max(0, link.view), piece=max(0, link.rank), length=len(notice))
+            link.send_control(head, notice)
+            with contextlib.suppress(OSError):
+                link.flush(time.monotonic())
+        self._drop(link, why)
 
     def drop_reported_lost(self) -> None:
         """Close the connections to workers that peers have reported lost; a worker that lives learns it that way."""
         while self.collectives is not None and self.collectives.links_to_drop:
             link = self.collectives.links_to_drop.pop()
-            self._drop(link, self.collectives.peers.lost[link.rank].why)
+            self._dismiss(link, self.collectives.peers.lost[link.rank].why)
 
     # --- leaving the job ---
 
@@ -445,6 +478,11 @@ class Reactor:
         self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{connections.me}", daemon=True)
 
     # --- for any thread ---
+
+    @property
+    def thread_number(self) -> int:
+        """The number of the thread for the kernel; 0 if it does not run."""
+        return self._thread.native_id or 0
 
     def start(self) -> None:
         self._poller.enable_wakeup(True)

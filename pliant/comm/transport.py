@@ -51,7 +51,9 @@ class Transport:
         """The same for a worker that said goodbye."""
         self.memory = SharedMemory()
         poller = Poller()
-        self.connections = Connections(me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s)
+        self.connections = Connections(
+            me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s, are_watched=config.are_watched
+        )
         self.connections.on_lost, self.connections.on_left = self._on_lost, self._on_left
         self.connections.on_change = self._notify_changed
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
@@ -244,6 +246,10 @@ class Transport:
         """Fail everything that is open or submitted later in the present view with `error`. Thread-safe."""
         if self.engine is not None:
             self.engine.abort(error)
+
+    def give_up(self, worker: Worker, why: str) -> None:
+        """Count a worker as lost, though its connection is open: it keeps the others waiting. Thread-safe."""
+        self.reactor.post(ReactorCall(partial(self.connections.give_up, worker, why)))
 
     def _call(self, act: Callable[[], None]) -> None:
         """Call `act` on the engine's thread and wait for it."""

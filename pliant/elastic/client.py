@@ -1,8 +1,9 @@
-"""Clients of the config server: one call per request, a thread that follows the server, and a thread that sends to it.
+"""Clients of the store of the membership: one call per request, a thread that follows the store, and a thread that sends to it.
 
-`ConfigClient` makes single requests, and raises pliant's errors where the server refuses. `ConfigFollower` and
+`MembershipClient` is what runners, workers and commands ask of a store; `open_client` returns the one for a URL.
+`ConfigClient` asks a config server, and raises pliant's errors where the server refuses. `ConfigFollower` and
 `ConfigSender` are what workers and runners alike use while a job runs: one hands over every new state of the cluster, the
-other delivers messages, and repeats them until the server answers. `HttpClient` is the base of all
+other delivers messages, and repeats them until the store answers. `HttpClient` is the base of all
 HTTP clients in pliant.
 """
 
@@ -18,11 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from urllib.parse import urljoin
 
 import httpx
 
-from pliant.cluster import ClusterSnapshot, Membership, View, Wanted, Worker
+from pliant.cluster import ORIGIN_HEADER, ClusterSnapshot, Membership, View, Wanted, Worker
+from pliant.elastic.membership import Limits
 from pliant.errors import (
     CapacityError,
     ClusterCleared,
@@ -30,6 +33,7 @@ from pliant.errors import (
     InvalidView,
     NotWanted,
     NoView,
+    OtherJob,
     PliantError,
     ServerUnavailable,
     StaleView,
@@ -39,9 +43,11 @@ log = logging.getLogger(__name__)
 
 FOLLOW_HOLD_S = 25.0
 RETRY_S = 0.2
+OTHER_JOB_S = 2.0
+"""How long to wait before a server of another job is asked again."""
 ANSWER_S = 10.0
 """How long an answer may take beyond the time that is given to a call."""
-_REFUSALS = {kind.__name__: kind for kind in (CapacityError, ClusterCleared, InvalidView, NotWanted, NoView)}
+_REFUSALS = {kind.__name__: kind for kind in (CapacityError, ClusterCleared, InvalidView, NotWanted, NoView, OtherJob)}
 """What a refusal raises, by the kind that the server says; ConfigError for any other."""
 
 T = TypeVar("T")
@@ -56,13 +62,13 @@ class HttpClient(ABC):
     Proxy variables in the environment are ignored: the hosts of a job are not behind a proxy.
     """
 
-    def __init__(self, base_url: httpx.URL, token: str, verify: bool | ssl.SSLContext, timeout_s: float) -> None:
+    def __init__(self, base_url: httpx.URL, token: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # Reading the authorities' certificates takes 20 ms, which a server without TLS need not cost.
-            verify=verify if base_url.scheme == "https" else False,
+            # The system's authorities, or those of SSL_CERT_FILE. Reading their certificates takes longer than a request.
+            verify=ssl.create_default_context() if base_url.scheme == "https" else False,
             trust_env=False,
         )
 
@@ -120,6 +126,100 @@ def refusal_reason(answer: httpx.Response) -> str:
 # --- single requests ---
 
 
+class MembershipClient(Protocol):
+    """Asks the store that keeps the wanted view and the membership of one job; for any number of threads.
+
+    `expected` is compare-and-set: the version of the wanted view that a change was made from, None for any.
+
+    Raises (from every call):
+        ServerUnavailable: the store did not answer in time, or cannot answer now.
+        StaleView: `expected` is not the version any more.
+        ConfigError: the request was refused, with the reason; ClusterCleared, NoView, CapacityError, NotWanted where
+            it is that.
+        OtherJob: the store does not keep the job `job`.
+    """
+
+    job: str
+    """If it is set, the id of the only job that a change is for (`ClusterSnapshot.id`)."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return the wanted view and the membership of one moment."""
+
+    def wait_for_change(self, known: ClusterSnapshot, timeout_s: float) -> ClusterSnapshot:
+        """Return the snapshot as soon as it is another than `known`; `known` itself after `timeout_s`."""
+
+    def restore(self, known: ClusterSnapshot) -> ClusterSnapshot:
+        """Tell a store that has lost its state what was known of it; return what it knows after that.
+
+        Raises:
+            OtherJob: it keeps the state of another job.
+        """
+
+    def put(self, view: View, expected: int | None = None, limits: Limits | None = None) -> View:
+        """Want `view`; return it with the number that the store gave it. Its own number does not matter.
+
+        A store that was not given any limits of resizes at its own start keeps `limits`.
+        """
+
+    def resize(self, size: int, expected: int | None = None) -> View:
+        """Want `size` workers on the hosts of the current view; return the view."""
+
+    def add_worker(self, worker: Worker, expected: int | None = None) -> View:
+        """Want `worker` as the last rank; return the view."""
+
+    def ready(self, worker: Worker) -> Membership:
+        """Report that `worker` can train; it does once it is a member. NotWanted: it was removed, and must end."""
+
+    def settled(self, worker: Worker, replicas: int = 0, membership: int = 0) -> Membership:
+        """Report that `worker` has the state of a job with so many replicas: others may leave it to this worker.
+
+        `membership` is the number of the one in which it has done a step; 0 if it has done none yet.
+        """
+
+    def lost(self, worker: Worker, reason: str, by: Worker | None = None) -> Membership:
+        """Report that `worker` has died or fallen silent: the next membership, without it, is urgent.
+
+        Nothing happens if that is known, or if the worker that reports it (`by`) is itself not a member.
+        """
+
+    def leave(self, worker: Worker) -> Membership:
+        """Report that `worker` goes, after its step. Nothing happens if that is known."""
+
+    def finish(self, worker: Worker) -> Membership:
+        """Report that the program of `worker` has run to its end: the job is over for all workers."""
+
+
+def is_etcd(url: str) -> bool:
+    """Return whether `url` names a store in etcd, rather than a config server."""
+    return url.startswith(("etcd://", "etcds://"))
+
+
+def reset_remedy(url: str) -> str:
+    """Return how a user resets the store at `url`, so that another job may begin."""
+    if is_etcd(url):
+        from pliant.elastic.etcd import how_to_reset
+
+        return how_to_reset(url)
+    return f"reset it first, as with `curl {urljoin(url, '/reset')} -X POST -H 'Authorization: Bearer TOKEN'`"
+
+
+def open_client(url: str, token: str = "", *, timeout_s: float = 10.0, origin: str = "") -> MembershipClient:
+    """Return a client of the store at `url`; raise ConfigError if `url` names none.
+
+    `token` is a config server's; etcd has users of its own, whom the environment names as it does for etcdctl.
+    `origin` says in words who asks, such as `pliant stop`: runners show it if a request ends the job before its last step.
+    """
+    if is_etcd(url):
+        from pliant.elastic.etcd import EtcdClient  # most jobs have none
+
+        return EtcdClient(url, timeout_s=timeout_s, origin=origin)
+    return ConfigClient(url, token, timeout_s=timeout_s, origin=origin)
+
+
 class ConfigClient(HttpClient):
     """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any number of threads.
 
@@ -135,12 +235,14 @@ class ConfigClient(HttpClient):
             is that.
     """
 
-    def __init__(self, url: str, token: str = "", *, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, token: str = "", *, timeout_s: float = 10.0, origin: str = "") -> None:
+        """`origin` says in words who asks (see `open_client`)."""
         parsed = parse_server_url(url, "config server", "http://10.0.0.1:9100/config")
         self.url = parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
-        # Nothing to verify without TLS, and loading the authorities takes longer than the request.
-        verify = ssl.create_default_context() if self.url.scheme == "https" else False
-        super().__init__(self.url, token, verify, timeout_s)
+        self.job = ""
+        super().__init__(self.url, token, timeout_s)
+        if origin:
+            self._http.headers[ORIGIN_HEADER] = origin
 
     def get(self) -> View | None:
         """Return the wanted view; None where it is unset."""
@@ -182,8 +284,20 @@ class ConfigClient(HttpClient):
             snapshot = self.wait_for_change(snapshot, deadline_s - time.monotonic())
         return snapshot.membership
 
-    def put(self, view: View, expected: int | None = None) -> View:
-        """Want `view`; return it with the number that the server gave it. Its own number does not matter."""
+    def restore(self, known: ClusterSnapshot) -> ClusterSnapshot:
+        """Tell a server that has lost its state what was known of it; return what it knows after that.
+
+        Raises:
+            OtherJob: it keeps the state of another job.
+        """
+        answer = self._send("POST", self._path("/restore"), body=known.to_json())
+        return self._decode(answer, ClusterSnapshot.from_json)
+
+    def put(self, view: View, expected: int | None = None, limits: Limits | None = None) -> View:
+        """Want `view`; return it with the number that the server gave it. Its own number does not matter.
+
+        `limits` is not sent: a config server has its own.
+        """
         return self._change("PUT", self._view_path("/put"), expected, replace(view, number=0).to_json())
 
     def resize(self, size: int, expected: int | None = None) -> View:
@@ -243,9 +357,9 @@ class ConfigClient(HttpClient):
         """Report that `worker` goes, after its step. Nothing happens if that is known."""
         return self._membership("POST", "/leave", _notice(worker))
 
-    def finish(self) -> Membership:
-        """Report that the program has run to its end: the job is over for all workers."""
-        return self._membership("POST", "/finish")
+    def finish(self, worker: Worker) -> Membership:
+        """Report that the program of `worker` has run to its end: the job is over for all workers."""
+        return self._membership("POST", "/finish", _notice(worker))
 
     def _membership(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Membership:
         answer = self._send(method, self._path(path), body=body)
@@ -266,7 +380,8 @@ class ConfigClient(HttpClient):
         hold_s: float = 0.0,
         expected: int | None = None,
     ) -> httpx.Response:
-        answer = self._request(method, url, headers=headers, body=body, hold_s=hold_s)
+        meant = {"Pliant-Job": self.job} if self.job else {}
+        answer = self._request(method, url, headers={**meant, **(headers or {})}, body=body, hold_s=hold_s)
         is_unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
         if not (answer.is_success or answer.status_code == 304 or is_unset):
             self._raise_refusal(answer, expected)
@@ -280,6 +395,8 @@ class ConfigClient(HttpClient):
         reason = refusal_reason(answer)
         if answer.is_server_error:
             raise ServerUnavailable(f"config server {self.url}: {reason}")
+        if answer.status_code == 401:
+            raise ConfigError(f"config server {self.url}: {reason}; commands take it from PLIANT_TOKEN")
         if "etag" not in answer.headers:
             raise ConfigError(f"config server {self.url}: {answer.status_code} {reason}")
         if answer.status_code == 412 and expected is not None:
@@ -337,15 +454,24 @@ def _version_of(answer: httpx.Response) -> int:
 class ConfigFollower:
     """A thread that holds a request at the config server and calls `on_change`, from it, with every new snapshot.
 
-    While the server cannot be reached it tries again, and says so once, at the level `lost_level` of logging.
+    While the server cannot be reached it tries again, and says so once, at the level `lost_level` of logging. So it does
+    while the server of another job answers: nothing of that is handed over. A server that has forgotten the job is told of it.
     """
 
     def __init__(
-        self, url: str, token: str, on_change: Callable[[ClusterSnapshot], None], *, lost_level: int = logging.WARNING
+        self,
+        url: str,
+        token: str,
+        on_change: Callable[[ClusterSnapshot], None],
+        *,
+        on_contact: Callable[[str], None] = lambda why: None,
+        lost_level: int = logging.WARNING,
     ) -> None:
-        self.reached_s = time.monotonic()
-        """When the server last answered, by `time.monotonic`."""
+        """`on_contact` is called with the reason when the server cannot be reached any more, and with "" when it can again."""
+        self.lost_s: float | None = None
+        """Since when the server of this job has not answered, by `time.monotonic`; None while it does."""
         self._url, self._token, self._on_change, self._lost_level = url, token, on_change, lost_level
+        self._on_contact = on_contact
         self._stopping = threading.Event()
 
     def start(self, known: ClusterSnapshot) -> None:
@@ -357,21 +483,30 @@ class ConfigFollower:
         self._stopping.set()
 
     def _follow(self, known: ClusterSnapshot) -> None:
-        is_lost = False
-        with ConfigClient(self._url, self._token) as client:
+        said = ""
+        with open_client(self._url, self._token) as client:
             while not self._stopping.is_set():
                 try:
                     latest = client.wait_for_change(known, FOLLOW_HOLD_S)
+                    if not latest.has_kept(known):
+                        latest = client.restore(known)
                 except PliantError as error:
-                    if not is_lost and not self._stopping.is_set():
-                        log.log(self._lost_level, "%s; the job goes on as it is", error)
-                    is_lost = True
-                    self._stopping.wait(RETRY_S)
+                    kind = type(error).__name__
+                    self.lost_s = time.monotonic() if self.lost_s is None else self.lost_s
+                    if said != kind and not self._stopping.is_set():
+                        why = f"{self._url}: {error}" if isinstance(error, OtherJob) else str(error)
+                        log.log(self._lost_level, "%s; the job goes on as it is", why)
+                        self._on_contact(why)
+                    said = kind
+                    self._stopping.wait(OTHER_JOB_S if isinstance(error, OtherJob) else RETRY_S)
                     continue
-                self.reached_s = time.monotonic()
-                if is_lost:
+                self.lost_s = None
+                if said:
+                    self._on_contact("")
                     log.log(min(self._lost_level, logging.INFO), "config server %s answers again", self._url)
-                    is_lost = False
+                    said = ""
+                if latest.restored > known.restored and known.id:
+                    log.log(min(self._lost_level, logging.INFO), "config server %s was told who trains", self._url)
                 if latest != known and not self._stopping.is_set():
                     self._on_change(latest)
                 known = latest
@@ -385,24 +520,26 @@ class ConfigSender:
     sent.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        self._url, self._token = url, token
+    def __init__(self, url: str, token: str, origin: str = "") -> None:
+        self.job = ""
+        """If it is set, the id of the job (`ClusterSnapshot.id`): for a server that keeps another one nothing is meant."""
+        self._url, self._token, self._origin = url, token, origin
         self._messages: queue.SimpleQueue[_Message[Any]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._starting = threading.Lock()
-        self._client: ConfigClient | None = None
+        self._client: MembershipClient | None = None
         self._thread = threading.Thread(target=self._run, name="send-config", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless it runs; raise ConfigError if the URL is not one of HTTP."""
+        """Start the thread, unless it runs; raise ConfigError if the URL names no store."""
         if self._client is not None:
             return  # without the lock: a signal handler may send while this thread holds it
         with self._starting:
             if self._client is None:
-                self._client = ConfigClient(self._url, self._token)
+                self._client = open_client(self._url, self._token, origin=self._origin)
                 self._thread.start()
 
-    def submit(self, call: Callable[[ConfigClient], T], *, give_up_s: float = float("inf")) -> Future[T]:
+    def submit(self, call: Callable[[MembershipClient], T], *, give_up_s: float = float("inf")) -> Future[T]:
         """Have `call` made with a client, from the thread; return at once.
 
         While the server is unavailable the call is repeated for `give_up_s`, and then the result is ServerUnavailable.
@@ -415,7 +552,7 @@ class ConfigSender:
         self._messages.put(message)
         return message.future
 
-    def ask(self, call: Callable[[ConfigClient], T], give_up_s: float) -> T:
+    def ask(self, call: Callable[[MembershipClient], T], give_up_s: float) -> T:
         """Have `call` made, and return its result.
 
         Raises:
@@ -426,7 +563,7 @@ class ConfigSender:
         except TimeoutError:
             raise ServerUnavailable(f"config server {self._url} has not answered for {give_up_s:g} s") from None
 
-    def report(self, what: str, call: Callable[[ConfigClient], object]) -> None:
+    def report(self, what: str, call: Callable[[MembershipClient], object]) -> None:
         """Send a notice, whose refusal is only logged: `what` says of whom or what it is."""
 
         def log_refusal(done: Future[object]) -> None:
@@ -450,7 +587,8 @@ class ConfigSender:
             while True:
                 self._messages.get_nowait().future.cancel()
 
-    def _deliver(self, client: ConfigClient, message: _Message[Any]) -> None:
+    def _deliver(self, client: MembershipClient, message: _Message[Any]) -> None:
+        client.job = self.job
         try:
             result = message.call(client)
         except ServerUnavailable as error:
@@ -472,7 +610,7 @@ class ConfigSender:
 class _Message(Generic[T]):
     """A call that is to be made with a client."""
 
-    call: Callable[[ConfigClient], T]
+    call: Callable[[MembershipClient], T]
     deadline_s: float
     """When to give up."""
     future: Future[T] = field(default_factory=Future)

@@ -1,4 +1,4 @@
-"""The parts that all HTTP servers of pliant share: listening, tokens, bodies, answers, and how uvicorn is run."""
+"""The parts that all HTTP servers of pliant share: who is let in, bodies, answers, listening, and how uvicorn is run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,32 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pliant.cluster import check_host
+from pliant.elastic.connections import (
+    BODY_TIMEOUT_S,
+    Acceptor,
+    LimitedProtocol,
+    most_connections,
+    trust_connection,
+)
 from pliant.errors import ConfigError
 
 MAX_BODY_BYTES = 1 << 20
-BODY_TIMEOUT_S = 10.0
+MOST_OF_FEW = 64
+"""Connections of a server beside other work, which needs its descriptors more."""
 MAX_HOLD_S = 60.0
 """A request that waits for a change is answered after this long at the latest."""
 _SHUTDOWN_S = 3
@@ -50,10 +61,68 @@ def json_response(
     return Response(body, status, headers, "application/json")
 
 
+class HostGate:
+    """An ASGI application that lets in requests which name this server, and refuses those of other sites' pages with 403.
+
+    A page of another site whose name points to this machine sends that name as `Host`; a form or script of another page
+    sends that page as `Origin`. `Host` must be the address of the connection, loopback, this machine's name, or one of
+    `names`; `Origin`, where there is one, must be the same as `Host`.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str] = ()) -> None:
+        self._app = app
+        own = socket.gethostname()
+        self._names = {name.strip("[]").lower() for name in ("localhost", own, own.partition(".")[0], *names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else ""
+        if not refusal:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[:120]})  # answers 403
+        else:
+            await json_response({"error": refusal}, 403)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str:
+        hosts, origins = _header(scope, b"host"), _header(scope, b"origin")
+        if len(hosts) != 1 or not self._is_own(host_name(hosts[0]), scope["server"]):
+            said = ", ".join(hosts)
+            return f"{said!r:.80} is not a name of this server: use its address, or give it the name with --server-name"
+        if origins and [urlsplit(origin).netloc.lower() for origin in origins] != [hosts[0].lower()]:
+            return f"a page of {', '.join(origins)!r:.80} may not send requests to this server"
+        return ""
+
+    def _is_own(self, name: str, server: tuple[str, int] | None) -> bool:
+        if name.lower() in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+            return address.is_loopback or (server is not None and address == _unmapped(server[0]))
+        except ValueError:
+            return False
+
+
+def host_name(host: str) -> str:
+    """Return a Host header without its port and brackets."""
+    if host.startswith("["):
+        return host.partition("]")[0][1:]
+    return host.partition(":")[0]
+
+
+def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address of a connection; that of an IPv4 connection to an IPv6 socket as IPv4."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return (parsed.ipv4_mapped if parsed.version == 6 else None) or parsed
+
+
+def _header(scope: Scope, wanted: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
+
+
 class TokenGate:
     """An ASGI application that lets in requests with the token, and counts the answers by status.
 
-    Without a token all requests are let in; `/health` and `/healthz` always are.
+    Without a token, which only an open server lacks, all requests are let in; `/health` and `/healthz` always are.
     """
 
     def __init__(self, app: ASGIApp, token: str, answers: Counter[int]) -> None:
@@ -71,15 +140,27 @@ class TokenGate:
         await app(scope, receive, counted)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if self._authorization is None or scope["path"] in ("/health", "/healthz"):
+        if scope["path"] in ("/health", "/healthz"):
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._authorization)
+        if self._authorization is None or (len(given) == 1 and hmac.compare_digest(given[0], self._authorization)):
+            trust_connection(scope)
+            return True
+        return False
 
 
 _UNAUTHORIZED = json_response(
     {"error": "this server needs its token: send `Authorization: Bearer TOKEN`"}, 401, {"WWW-Authenticate": "Bearer"}
 )
+
+
+def single_page(path: str, answer: Callable[[], Response], token: str) -> ASGIApp:
+    """Return an application that answers a GET of `path` with what `answer` returns, to requests with the token."""
+
+    def endpoint(request: Request) -> Response:  # not a coroutine: Starlette calls it in a thread
+        return answer()
+
+    return TokenGate(Starlette(routes=[Route(path, endpoint)]), token, Counter())
 
 
 # --- bodies ---
@@ -197,15 +278,35 @@ async def _disconnected(request: Request) -> None:
 
 
 class UvicornServer(uvicorn.Server):
-    """Uvicorn that says when it listens, and calls `on_shutdown` before it waits for open requests to end."""
+    """Uvicorn that says when it listens, limits its connections, and calls `on_shutdown` before it waits for open requests.
 
-    def __init__(self, config: uvicorn.Config, on_shutdown: Callable[[], None] = lambda: None) -> None:
+    `most` is the number of connections that may be open; None: by the limit on descriptors.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, on_shutdown: Callable[[], None] = lambda: None, *, most: int | None = None
+    ) -> None:
         super().__init__(config)
         self.listening = threading.Event()
         self._on_shutdown = on_shutdown
+        self._most = most
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            self.should_exit = True
+            return
+        config, state = self.config, self.server_state
+        most = most_connections() if self._most is None else self._most
+
+        def make(acceptor: Acceptor) -> LimitedProtocol:
+            return LimitedProtocol(acceptor, config, state, self.lifespan.state)
+
+        acceptors = [Acceptor(each, make, state, tls=config.ssl, most=most) for each in sockets or ()]
+        for acceptor in acceptors:
+            acceptor.open()
+        self.servers = acceptors  # type: ignore[assignment]  # it closes them, and waits until they are
+        self.started = True
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -213,41 +314,52 @@ class UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def uvicorn_config(app: ASGIApp, *, tls_cert: str = "", tls_key: str = "") -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, *, names: Iterable[str] = (), tls_cert: str = "", tls_key: str = "", is_page: bool = False
+) -> uvicorn.Config:
     """Return settings for plain HTTP/1.1, or TLS where there is a certificate; silent, and slow to close.
+
+    `names` are those that requests may call the server by, besides its addresses. `is_page`: a page in a browser, which
+    needs websockets and is told when the server starts and ends.
 
     Raises:
         ConfigError: the certificate cannot be used.
     """
     config = uvicorn.Config(
-        app,
+        HostGate(app, names),
         loop="asyncio",
         http="h11",
-        ws="none",
-        lifespan="off",
+        ws="auto" if is_page else "none",
+        lifespan="on" if is_page else "off",
         log_config=None,
         log_level="error",  # it warns at every malformed request, which is the client's mistake
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=1 if is_page else _SHUTDOWN_S,  # a browser holds its websocket
         ssl_certfile=tls_cert or None,
         ssl_keyfile=tls_key or None,
     )
-    load_certificate(config)
-    return config
-
-
-def load_certificate(config: uvicorn.Config) -> uvicorn.Config:
-    """Read the certificate of `config`, and return it; raise ConfigError if the certificate cannot be used."""
     try:
         config.load()
     except OSError as error:
         raise ConfigError(
-            f"--tls-cert {config.ssl_certfile or ''} --tls-key {config.ssl_keyfile or ''}: {error}; give PEM files "
-            "that belong together"
+            f"--tls-cert {tls_cert} --tls-key {tls_key}: {error}; give PEM files that belong together"
         ) from None
     return config
+
+
+@contextmanager
+def serving(config: uvicorn.Config, listener: socket.socket, name: str) -> Iterator[None]:
+    """Serve a few clients in a thread of that name until the block ends."""
+    server = UvicornServer(config, most=MOST_OF_FEW)
+    thread = threading.Thread(target=server.run, args=([listener],), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def serve_until_signalled(server: uvicorn.Server, listener: socket.socket) -> None:

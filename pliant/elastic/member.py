@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, ClusterSnapshot, Membership, View, Worker
+from pliant.cluster import BY_PROGRAM, DEFAULT_RUNNER_PORT, ClusterSnapshot, Membership, View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.topology import Strategy
 from pliant.comm.transport import Transport, connected, loopback_transports, view_of
-from pliant.elastic.client import FOLLOW_HOLD_S, ConfigFollower, ConfigSender
-from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
-from pliant.identity import WorkerSpec, report_joined, worker_spec
+from pliant.elastic.client import ConfigFollower, ConfigSender, MembershipClient
+from pliant.errors import GIVEN_UP, CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
+from pliant.identity import WorkerSpec, worker_spec
+from pliant.progress_board import ProgressBoard, note_failure
 from pliant.uncaught import report_uncaught
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,15 @@ RETRY_S = 0.2
 CONNECT_S = 60.0
 GATHER_S = 300.0
 """How long the workers of a job that is not elastic wait for each other at the start."""
-SERVER_LOST_S = 60.0
-"""A worker that needs a new membership stops if it has not reached the config server for this long."""
+SERVER_AWAY_S = 600.0
+"""A worker that needs the config server stops if it has not reached it for this long."""
+SAY_AWAY_S = 10.0
+"""When it says that it waits for the config server."""
 FINISH_S = 10.0
 """How long to try to tell the server that the job is done."""
 COLLECTIVE_S = 1800.0
-"""A peer may evaluate for long between two steps; its heartbeat tells whether it lives."""
+"""How long the workers of a job that is not elastic wait for each other. One may evaluate for long between two steps. In an
+elastic job `--stall-timeout` limits such a wait, by the loss of the worker that is waited for."""
 KEPT_MEMBERSHIPS = 8
 
 
@@ -62,10 +66,16 @@ class Member:
         self._prepared: dict[int, Membership] = {}
         self._newest = 0
         self._entered = -1
+        self._restored = 0
+        self._reports: dict[str, Callable[[MembershipClient], object]] = {}
+        """The last report of each kind, for a server that has forgotten it."""
         self._current: tuple[Worker, ...] = ()
+        self._lost: set[Worker] = set()
         self._closing = False
+        self._was_removed = False
+        """Whether a request has removed this worker: a member that is not wanted. A loss removes it from both at once."""
         self._follower = ConfigFollower(spec.config_server, spec.token, self._on_change, lost_level=logging.DEBUG)
-        self._sender = ConfigSender(spec.config_server, spec.token)
+        self._sender = ConfigSender(spec.config_server, spec.token, origin=BY_PROGRAM)
         self._preparing = threading.Thread(target=self._prepare, name="pliant-prepare-members", daemon=True)
 
     @property
@@ -87,6 +97,10 @@ class Member:
     def is_wanted(self) -> bool:
         """Whether this worker shall take part, now or later."""
         return self.me in self._wanted
+
+    def is_given_up(self, membership: Membership) -> bool:
+        """Whether `membership` is without this worker because it was reported lost, rather than removed by a request."""
+        return membership.urgent > self._entered >= 0 and not (self.is_wanted or self._was_removed)
 
     @property
     def entered(self) -> int:
@@ -138,16 +152,32 @@ class Member:
             if membership.number < self._latest.number:
                 return
             self._latest, self._wanted = membership, snapshot.wanted.workers
+            self._sender.job = snapshot.id
+            if snapshot.restored > self._restored:
+                self._restored = snapshot.restored
+                # That it is ready comes last: with that all is said.
+                for what, report in reversed(list(self._reports.items())):
+                    self._sender.report(what, report)
+            if self.me in membership.members:
+                self._was_removed = not self.is_wanted
             # Once a worker was lost, the others have left, or will leave, the view that this worker is in. Waiting for
             # them there would be in vain. The end of the job is no such reason: like any other change that is not urgent,
             # all members agree on it in a step, and end before the next.
             if membership.urgent > self._entered:
+                for worker in set(self._current).difference(membership.members, self._wanted):
+                    # Somebody has reported it lost. It may only be stopped, and write to this worker's memory later.
+                    self.give_up(worker, GIVEN_UP)
                 self._abort(f"membership {membership.urgent} excludes a lost worker")
             elif self.entering and membership.number > self._entered and not membership.over:
                 self._abort(f"membership {membership.number} has come meanwhile")
             self._changed.notify_all()
         if membership.over:
             self._follower.stop()
+
+    def give_up(self, worker: Worker, why: str) -> None:
+        """Count a member as lost, and report it: it keeps this worker waiting for too long. Thread-safe."""
+        with contextlib.suppress(EngineClosed):
+            self.transport.give_up(worker, why)
 
     def _abort(self, why: str) -> None:
         """Fail what this worker waits for in its view."""
@@ -192,6 +222,7 @@ class Member:
         return self._closing or self._latest.number != membership.number or self._latest.over
 
     def _on_lost(self, worker: Worker, why: str) -> None:
+        self._lost.add(worker)
         if worker in self._current or worker in self._latest.members:
             self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why, by=self.me))
 
@@ -208,17 +239,18 @@ class Member:
 
         Raises:
             NotWanted: the worker was removed meanwhile, and must end.
-            ServerUnavailable: the config server has not answered for `SERVER_LOST_S`.
+            ServerUnavailable: the config server has not answered for `SERVER_AWAY_S`.
         """
         if self.elastic:
-            self._sender.ask(lambda client: client.ready(self.me), SERVER_LOST_S)
+            self._sender.ask(self._remember(f"{self.me} is ready", lambda client: client.ready(self.me)), SERVER_AWAY_S)
 
     def wait_for_membership(self, after: int) -> Membership:
         """Return the newest prepared membership beyond `after`, or one that says that the job is over.
 
         Raises:
-            ServerUnavailable: nothing was heard from the config server for `SERVER_LOST_S`.
+            ServerUnavailable: nothing was heard from the config server for `SERVER_AWAY_S`.
         """
+        has_said = False
         with self._changed:
             while True:
                 newest = self.prepared
@@ -226,13 +258,26 @@ class Member:
                     return self._latest
                 if (newest > after or after < 0) and newest in self._prepared and newest == self._latest.number:
                     return self._prepared[newest]
-                silent_s = time.monotonic() - self._follower.reached_s
-                if self.elastic and silent_s > SERVER_LOST_S + FOLLOW_HOLD_S:
-                    raise ServerUnavailable(
-                        f"{self.me} needs to know who is left, but {self._spec.config_server} has not answered for "
-                        f"{silent_s:.0f} s: this worker stops; start the config server again, and the job with `--resume auto`"
+                lost_s = self._follower.lost_s
+                silent_s = 0.0 if lost_s is None else time.monotonic() - lost_s
+                if silent_s > SAY_AWAY_S and not has_said:
+                    has_said = True
+                    log.warning(
+                        "%s, but it does not answer: start it again at this address; this worker waits for %.0f s",
+                        self._why_waiting(),
+                        SERVER_AWAY_S,
                     )
-                self._changed.wait(timeout=5.0)
+                if silent_s > SERVER_AWAY_S:
+                    raise ServerUnavailable(
+                        f"{self._why_waiting()}, but it has not answered for {silent_s:.0f} s: this worker stops; start the "
+                        "config server again, and the job with `--resume auto`"
+                    )
+                self._changed.wait(timeout=1.0)
+
+    def _why_waiting(self) -> str:
+        lost = [str(worker) for worker in self._current if worker in self._lost]
+        why = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost, and " if lost else ""
+        return f"{self.me} waits: {why}only the config server {self._spec.config_server} can say who goes on"
 
     def enter(self, membership: Membership) -> Engine:
         """Move to the view of `membership`; raise CommError if a member is gone already."""
@@ -249,7 +294,10 @@ class Member:
         membership; return at once."""
         if self.elastic:
             replicas, membership = self.max_members or 0, self._entered if after_step else 0
-            self._sender.report(f"{self.me} is settled", lambda client: client.settled(self.me, replicas, membership))
+            what = f"{self.me} is settled"
+            self._sender.report(
+                what, self._remember(what, lambda client: client.settled(self.me, replicas, membership))
+            )
 
     def leave(self) -> None:
         """Ask to be left out of the next membership, as after a preemption notice; return at once.
@@ -260,7 +308,15 @@ class Member:
         if self.over:
             self._sender.submit(lambda _: self._abort("the job is over, and the time for its last step has passed"))
         elif self.elastic:
-            self._sender.report(f"{self.me} leaves", lambda client: client.leave(self.me))
+            what = f"{self.me} leaves"
+            self._sender.report(what, self._remember(what, lambda client: client.leave(self.me)))
+
+    def _remember(
+        self, what: str, report: Callable[[MembershipClient], Membership]
+    ) -> Callable[[MembershipClient], Membership]:
+        """Keep a report, to be made again to a server that was restored; return it."""
+        self._reports[what] = report
+        return report
 
     def finish(self) -> None:
         """Report that the job has done its work, so that members that stand by may end.
@@ -270,7 +326,7 @@ class Member:
         if not self.elastic:
             return
         try:
-            self._sender.ask(lambda client: client.finish(), FINISH_S)
+            self._sender.ask(lambda client: client.finish(self.me), FINISH_S)
         except ServerUnavailable:
             return
         except PliantError as error:
@@ -288,7 +344,7 @@ class Member:
 
 
 @contextlib.contextmanager
-def open_member(spec: WorkerSpec | None) -> Iterator[Member]:
+def open_member(spec: WorkerSpec | None, board: ProgressBoard | None = None) -> Iterator[Member]:
     """Yield this process as a member of the job that `spec` describes; without one, as the only worker of a fixed job."""
     with contextlib.ExitStack() as stack:
         if spec is None:
@@ -300,9 +356,13 @@ def open_member(spec: WorkerSpec | None) -> Iterator[Member]:
             config = EngineConfig(
                 strategy=Strategy(spec.strategy.upper()),
                 heartbeat_timeout_s=spec.heartbeat_timeout_s,
-                collective_timeout_s=COLLECTIVE_S,
+                are_watched=spec.board_fd is not None,
+                collective_timeout_s=threading.TIMEOUT_MAX if spec.elastic else COLLECTIVE_S,
             )
             transport = stack.enter_context(Transport(spec.worker, _mesh_config(spec), config).open())
+        if board is not None:
+            board.take_signals_on(transport.reactor.thread_number)
+            transport.connections.on_pulse = board.show_pulse
         member = Member(spec, transport)
         stack.callback(member.close)
         yield member
@@ -328,14 +388,19 @@ class Session:
             NotLaunched: this process was not started by `pliant run`.
             CommError: the others did not come within `timeout_s`.
         """
-        if spec is None:
-            spec = worker_spec()
-            rank = spec.view.rank_of(spec.worker)
-            report_uncaught(lambda: rank)
-            report_joined(spec)
-        config = EngineConfig(strategy=Strategy(spec.strategy.upper()), heartbeat_timeout_s=spec.heartbeat_timeout_s)
-        with connected(spec.view, spec.worker, _mesh_config(spec, timeout_s), config) as engine:
-            yield cls(spec, engine)
+        with contextlib.ExitStack() as stack:
+            if spec is None:
+                spec = worker_spec()
+                rank = spec.view.rank_of(spec.worker)
+                report_uncaught(lambda: rank, partial(note_failure, spec))
+                stack.callback(ProgressBoard.open(spec).close)
+            config = EngineConfig(
+                strategy=Strategy(spec.strategy.upper()),
+                heartbeat_timeout_s=spec.heartbeat_timeout_s,
+                are_watched=spec.board_fd is not None,
+            )
+            mesh = _mesh_config(spec, timeout_s)
+            yield cls(spec, stack.enter_context(connected(spec.view, spec.worker, mesh, config)))
 
 
 def _mesh_config(spec: WorkerSpec, timeout_s: float = 60.0) -> MeshConfig:

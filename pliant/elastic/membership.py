@@ -19,12 +19,25 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, ClusterSnapshot, Host, Membership, PortRange, View, Wanted, Worker
-from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, StaleView
+from pliant.cluster import (
+    BY_PROGRAM,
+    DEFAULT_RUNNER_PORT,
+    ClusterSnapshot,
+    Host,
+    Membership,
+    PortRange,
+    View,
+    Wanted,
+    Worker,
+)
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, OtherJob, StaleView
 
 PORT_STRIDE = 16
 MAX_WORKERS = 10_000
 """A larger view is taken for a mistake: it would cost the server its memory."""
+SKIPPED_NUMBERS = 16
+"""Numbers left out after the first restore, and so many more after each one: what follows must not have a number that somebody
+has seen before. It may be so many changes older, if all reach the server between two losses of its state."""
 KEPT_HOLDERS = 2
 """As long as new members do not have the state, so many of those who have it stay."""
 
@@ -130,10 +143,23 @@ class LeaveNotice:
 
 @dataclass(frozen=True, slots=True)
 class FinishNotice:
-    """The program has run to its end: all workers stop."""
+    """The program has run to its end, as `worker` says: all workers stop."""
+
+    worker: Worker | None = None
+    """None if nobody says that the last step was done: whoever asked has ended the job."""
 
 
-WorkerNotice = ReadyNotice | SettledNotice | LossNotice | LeaveNotice | FinishNotice
+@dataclass(frozen=True, slots=True)
+class RestoreNotice:
+    """The server has lost its state, or the newest part of it; a worker or runner last knew `snapshot`.
+
+    Accepted by a server that knows of no job, and by one that has an older state of the same job.
+    """
+
+    snapshot: ClusterSnapshot
+
+
+WorkerNotice = ReadyNotice | SettledNotice | LossNotice | LeaveNotice | FinishNotice | RestoreNotice
 
 
 # --- the wanted view ---
@@ -147,6 +173,17 @@ class Limits:
     """Hosts whose slots are known; any other host takes as many workers as it has ports."""
     ports: PortRange = field(default_factory=lambda: PortRange(10000, 65535))
     """Where new workers may listen."""
+
+    def to_json(self) -> dict[str, object]:
+        return {"Hosts": [[host.address, host.slots] for host in self.hosts], "Ports": str(self.ports)}
+
+    @classmethod
+    def from_json(cls, value: object) -> Limits:
+        """Return the limits that `value` describes; raise ConfigError if it describes none."""
+        match value:
+            case {"Hosts": list(hosts), "Ports": str(ports)}:
+                return cls(hosts=tuple(Host(address, slots) for address, slots in hosts), ports=PortRange.parse(ports))
+        raise ConfigError(f"{value!r:.200} are no limits of a job: is it of another version?")
 
 
 NO_LIMITS = Limits()
@@ -271,6 +308,9 @@ def _free_places(host: str, ports: PortRange, taken: Set[tuple[str, int]], versi
 
 # --- the membership ---
 
+_GROUPS = ("ready", "settled", "newcomers", "leaving", "unheard", "lost")
+"""The fields of an ElasticState that are sets of workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ElasticState:
@@ -290,26 +330,100 @@ class ElasticState:
     """The highest number of a membership in which a step was done."""
     leaving: frozenset[Worker] = frozenset()
     """Members that have asked to go, and that the others still depend on."""
+    id: str = ""
+    """Which job's state this is; made at random with the state, and taken over by a restore."""
+    restored: int = 0
+    """How often the state was restored. Workers then report again what the server had known beyond the snapshot."""
+    unused: int = 0
+    """Numbers of memberships and versions of the wanted view below this one may have been used before a restore."""
+    unheard: frozenset[Worker] = frozenset()
+    """Members that have not reported again since a restore. Until they have, nobody knows who has the state of the job, and
+    the members stay as they are."""
+    lost: frozenset[Worker] = frozenset()
+    """Members that were lost meanwhile."""
+    first: int = 0
+    """The version of the wanted view before anybody asked for anything: 1 if the server was started with a view."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the snapshot's form with all else that is kept; no two versions of pliant share a running job."""
+        return {
+            **self.snapshot.to_json(),
+            **{name.capitalize(): [worker.to_json() for worker in sorted(getattr(self, name))] for name in _GROUPS},
+            "Replicas": self.replicas,
+            "Stepped": self.stepped,
+            "Unused": self.unused,
+            "First": self.first,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> ElasticState:
+        """Return the state that `value` describes; raise ConfigError if it describes none."""
+        snapshot = ClusterSnapshot.from_json(value)
+        match value:
+            case {
+                "Replicas": int(replicas),
+                "Stepped": int(stepped),
+                "Unused": int(unused),
+                "First": int(first),
+                **others,
+            }:
+                groups = {
+                    name: frozenset(map(Worker.from_json, workers))
+                    for name in _GROUPS
+                    if isinstance(workers := others.get(name.capitalize()), list)
+                }
+                if len(groups) == len(_GROUPS):
+                    return cls(
+                        snapshot.wanted,
+                        snapshot.membership,
+                        replicas=replicas,
+                        stepped=stepped,
+                        id=snapshot.id,
+                        restored=snapshot.restored,
+                        unused=unused,
+                        first=first,
+                        **groups,
+                    )
+        raise ConfigError(f"{value!r:.200} is no state of a job: is it of another version?")
 
     @property
     def snapshot(self) -> ClusterSnapshot:
         """What workers and runners are told."""
-        return ClusterSnapshot(self.wanted, self.membership)
+        return ClusterSnapshot(self.wanted, self.membership, self.id, self.restored)
 
     @property
-    def finished(self) -> bool:
-        """Whether the job has run to its end, rather than been told to stop."""
-        return self.membership.over and not self.wanted.cleared
+    def is_empty(self) -> bool:
+        """Whether nobody has asked for anything yet."""
+        return self.wanted.version <= self.first and self.membership == Membership() and not self.ready
 
-    def after(self, request: ViewRequest | WorkerNotice, limits: Limits = NO_LIMITS) -> ElasticState:
-        """Return the state that `request` leads to: this one if nothing changes.
+    def after(self, request: ViewRequest | WorkerNotice, limits: Limits = NO_LIMITS, *, by: str = "") -> ElasticState:
+        """Return the state that `request` leads to: this one if nothing changes. `by` says in words who asks; the workers
+        and runners are told if that ends the job before its last step.
 
         Raises (and nothing has changed):
             NotWanted: a worker is ready that is not in the wanted view.
             ClusterCleared: the job has ended; only a reset opens the next.
+            OtherJob: a snapshot of another job than this one is to be restored.
             StaleView, NoView, InvalidView, CapacityError, ConfigError: as `next_wanted`.
         """
+        state = self._after(request, limits)
+        if not state.membership.over or self.membership.over:
+            return state
         match request:
+            case RestoreNotice():
+                return state
+            case FinishNotice(worker) if worker is not None:
+                return state
+            case ResizeView() if by == BY_PROGRAM:
+                return state
+            case LeaveNotice(worker):
+                by = f"its last worker, {worker}, has left, as after a notice of preemption"
+        return replace(state, membership=replace(state.membership, ended_by=by or "nobody knows by whom"))
+
+    def _after(self, request: ViewRequest | WorkerNotice, limits: Limits) -> ElasticState:
+        match request:
+            case RestoreNotice(snapshot):
+                return self._after_restore(snapshot)
             case ReadyNotice(worker):
                 return self._after_ready(worker)
             case SettledNotice():
@@ -325,15 +439,89 @@ class ElasticState:
                 return self._moved(self.wanted, over=True) if is_open else self
             case ResetView():
                 wanted = next_wanted(self.wanted, request)
-                return self if wanted is self.wanted else ElasticState(wanted, self._next_membership((), False, wanted))
-        if self.finished and not isinstance(request, ClearView):
+                if wanted is self.wanted:
+                    return self
+                wanted = self._skip_used(wanted)
+                membership = self._next_membership((), False, wanted)
+                return ElasticState(
+                    wanted, membership, id=self.id, restored=self.restored, unused=self.unused, first=self.first
+                )
+        if self.membership.over and not self.wanted.cleared and not isinstance(request, ClearView):
             raise ClusterCleared(
                 f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
             )
         wanted = next_wanted(self.wanted, request, limits)
-        return self if wanted is self.wanted else self._moved(wanted)
+        if wanted is self.wanted:
+            return self
+        if isinstance(request, ResizeView):
+            self._refuse_idlers(request.size)
+        return self._moved(wanted)
+
+    def _refuse_idlers(self, size: int) -> None:
+        """Refuse a size beyond the replicas, where these are known: such workers would have nothing to do.
+
+        Workers that stand by are put or added one by one, on purpose.
+        """
+        if self.replicas and size > max(self.replicas, len(self.wanted.workers)):
+            raise CapacityError(
+                f"size {size}: the job has {self.replicas} replicas, and further workers would have nothing to do; ask for "
+                f"{self.replicas} or fewer"
+            )
+
+    def recovered(self) -> ElasticState:
+        """Return this state for a server that may have forgotten the newest: workers report again, and the numbers that
+        forgotten changes may have had are left out."""
+        newest = max(self.membership.number, self.wanted.version)
+        restored = self.restored + 1
+        return replace(self, restored=restored, unused=max(self.unused, newest + 1 + restored * SKIPPED_NUMBERS))
+
+    def _after_restore(self, known: ClusterSnapshot) -> ElasticState:
+        """Take up what is newer in `known`. Who has the state of the job, and who is ready, is reported again by all."""
+        if known.id != self.id and not self.is_empty:
+            raise OtherJob(
+                f"this config server keeps the state of another job (version {self.wanted.version}, "
+                f"{len(self.membership.members)} workers train): give each job a server of its own"
+            )
+        if known.id == self.id and self.snapshot.has_kept(known):
+            return self
+        is_lost = known.id != self.id
+        wanted = known.wanted if is_lost or known.wanted.version > self.wanted.version else self.wanted
+        newer = is_lost or known.membership.number > self.membership.number
+        membership = known.membership if newer else self.membership
+        ready = (self.ready | set(membership.members)).intersection({*membership.members, *wanted.workers})
+        return ElasticState(
+            wanted,
+            membership,
+            ready,
+            unheard=frozenset(membership.members) - self.lost,
+            lost=self.lost.intersection(membership.members),
+            newcomers=ready.intersection(membership.members),  # as long as they do not say that they have the state
+            replicas=self.replicas,
+            stepped=max(self.stepped, int(membership.begun)),
+            id=known.id,
+            restored=max(self.restored, known.restored),
+            unused=self.unused,
+            first=self.first,
+        ).recovered()
+
+    def _with_all_heard(self) -> ElasticState:
+        """Return this state with the changes that have waited for reports, once all have come."""
+        if self.unheard:
+            return self
+        state = replace(self, lost=frozenset())
+        for worker in sorted(self.lost):
+            state = state._after_loss(worker)
+        return state._moved(state.wanted)
+
+    def _skip_used(self, wanted: Wanted) -> Wanted:
+        """Return a changed `wanted` under a version that was not used before a restore."""
+        if wanted.version == self.wanted.version or wanted.version >= self.unused:
+            return wanted
+        return Wanted(self.unused, None if wanted.view is None else replace(wanted.view, number=self.unused))
 
     def _after_ready(self, worker: Worker) -> ElasticState:
+        if worker in self.unheard:
+            return replace(self, unheard=self.unheard - {worker})._with_all_heard()
         if worker not in self.wanted.workers:
             why = "the job was told to stop" if self.wanted.cleared else "it was removed, or never added"
             raise NotWanted(
@@ -385,22 +573,29 @@ class ElasticState:
         over: bool = False,
     ) -> ElasticState:
         """Return this state with another `wanted` and `ready`, and the membership that follows from them."""
+        wanted = self._skip_used(wanted)
         ready = self.ready if ready is None else ready
         over = over or wanted.cleared
+        if self.unheard and not over:
+            here = {*self.membership.members, *wanted.workers}
+            missing = frozenset(member for member in self.membership.members if member == lost)
+            state = replace(self, wanted=wanted, ready=frozenset(ready).intersection(here), lost=self.lost | missing)
+            return replace(state, unheard=self.unheard - missing)._with_all_heard() if missing & self.unheard else state
         proposed = () if over else self._next_members(wanted, ready, lost)
         members = () if over else self._without_newcomers(proposed, urgent)
         settled = self.settled.intersection(members[: self.replicas or None])
         ready = frozenset(ready).intersection({*members, *wanted.workers})
         new = set(proposed).difference(self.membership.members if members == proposed else members)
-        return ElasticState(
-            wanted,
-            self._next_membership(members, over, wanted, urgent),
-            ready,
-            settled,
-            self.replicas,
-            ready.intersection(self.newcomers | new) if settled else frozenset(),
-            self.stepped,
-            self.leaving.intersection(members).difference(wanted.workers),
+        return replace(
+            self,
+            wanted=wanted,
+            membership=self._next_membership(members, over, wanted, urgent),
+            ready=ready,
+            settled=settled,
+            newcomers=ready.intersection(self.newcomers | new) if settled else frozenset(),
+            leaving=self.leaving.intersection(members).difference(wanted.workers),
+            unheard=self.unheard.intersection(members),
+            lost=self.lost.intersection(members),
         )
 
     def _without_newcomers(self, proposed: tuple[Worker, ...], urgent: bool) -> tuple[Worker, ...]:
@@ -452,6 +647,6 @@ class ElasticState:
         now = self.membership
         if (members, over) == (now.members, now.over):
             return now
-        number = now.number + (members != now.members)
+        number = now.number if members == now.members else max(now.number + 1, self.unused)
         begun = self.stepped > 0 and wanted.view is not None
         return Membership(number, members, number if urgent else now.urgent, over, wanted.version, begun)

@@ -1,7 +1,7 @@
 """The config server: keeps the wanted view and the membership of a job, and tells all who wait of every change.
 
 HTTP requests become requests and notices of `elastic.membership`, whose rules decide; the next state is saved in SQLite
-(`elastic.store`) before anybody is told. Routes and JSON are those of KungFu's config server, except that bad input is
+(`elastic.store`), unless the disk is full, before anybody is told. Routes and JSON are those of KungFu's config server, except that bad input is
 answered with 4xx and the reason. `elastic.client` is the other side.
 """
 
@@ -11,12 +11,12 @@ import asyncio
 import logging
 import re
 import socket
-import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pliant import errors
-from pliant.cluster import ClusterSnapshot, Membership, View, Wanted, Worker, check_host
+from pliant.cluster import BY_PROGRAM, ORIGIN_HEADER, ClusterSnapshot, Membership, View, Wanted, Worker, check_host
 from pliant.elastic import membership as rules
 from pliant.elastic.http_server import (
     HeldRequests,
@@ -43,13 +43,16 @@ from pliant.elastic.http_server import (
 )
 from pliant.elastic.membership import NO_LIMITS, ElasticState, Limits, ViewRequest, WorkerNotice
 from pliant.elastic.store import IN_MEMORY, StateStore
-from pliant.errors import ConfigError, PliantError, ServerUnavailable
+from pliant.errors import ConfigError, OtherJob, PliantError, ServerUnavailable
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9100
 DEFAULT_ENDPOINT = "/config"
+JOB_HEADER = "pliant-job"
+"""Requests with this header, the id of a state, are refused by a server with another state."""
 MAX_REASON_CHARS = 500
+MAX_ORIGIN_CHARS = 100
 _START_TIMEOUT_S = 30.0
 _REFUSAL_STATUS: Mapping[type[Exception], int] = {
     errors.StaleView: 412,
@@ -57,6 +60,7 @@ _REFUSAL_STATUS: Mapping[type[Exception], int] = {
     errors.NoView: 404,
     errors.CapacityError: 409,
     errors.NotWanted: 409,
+    errors.OtherJob: 421,
 }
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -98,12 +102,19 @@ class ServerConfig:
     """Path of the view, as in KungFu's -endpoint."""
     state: str = IN_MEMORY
     """SQLite file that survives a restart; `:memory:` keeps nothing."""
+    durable: bool = True
+    """Whether the file survives a loss of power too, and the server refuses what it cannot write (`StateStore`)."""
     initial: View | None = None
     """The first view, used only where the state has never held one."""
     limits: Limits = NO_LIMITS
     """Slots and ports that a resize keeps to."""
     token: str = ""
-    """Clients must send it; empty lets all of them in."""
+    """Clients must send it, also to read."""
+    open: bool = False
+    """Whether everybody who reaches the port may change the job, without a token: for closed labs. Then a GET of /reset
+    resets the view, as KungFu's commands do."""
+    names: tuple[str, ...] = ()
+    """Further names by which requests may call the server, such as that of a proxy before it."""
     tls_cert: str = ""
     """PEM file with the certificate chain; empty serves plain HTTP."""
     tls_key: str = ""
@@ -119,6 +130,9 @@ class ServerConfig:
             raise ConfigError(f"-endpoint {self.endpoint!r}: use a path of its own such as {DEFAULT_ENDPOINT}")
         if not re.fullmatch(r"[!-~]*", self.token):
             raise ConfigError("the token holds a character that a header cannot: use printable ASCII without spaces")
+        if bool(self.token) == self.open:
+            what = "has a token, and is open to all" if self.open else "has no token"
+            raise ConfigError(f"the config server {what}: set PLIANT_TOKEN, or use --open in a closed lab")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
 
@@ -126,10 +140,11 @@ class ServerConfig:
 class ConfigServer:
     """A config server in a thread of this process, for the time of `with server.running():`."""
 
-    def __init__(self, config: ServerConfig | None = None) -> None:
-        self.config = config or ServerConfig()
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
         self._port = self.config.port
-        self._store = StateStore(self.config.state)
+        self._store = StateStore(self.config.state, durable=self.config.durable)
+        self._routes: ConfigRoutes | None = None
         self._uvicorn: UvicornServer | None = None
         self._ended = threading.Event()
         self._failure: BaseException | None = None
@@ -157,21 +172,36 @@ class ConfigServer:
         """The workers that train now, as far as it knows."""
         return self._store.state.membership
 
+    @property
+    def state(self) -> ElasticState:
+        """All that it keeps."""
+        return self._store.state
+
+    @property
+    def asked_s(self) -> float:
+        """When somebody last asked for the state, by `time.monotonic`: now, while somebody waits for its next change."""
+        return self._routes.asked_s if self._routes is not None else 0.0
+
     @contextmanager
-    def running(self) -> Iterator[ConfigServer]:
+    def running(self, listener: socket.socket | None = None) -> Iterator[ConfigServer]:
         """Serve until the block ends, or `stop()` or a request to /stop comes; leaves no thread and no socket.
+
+        A `listener` is used instead of the address and port of the config.
 
         Raises:
             ConfigError: the address, the state file or the certificate cannot be used.
             ServerUnavailable: it failed to start, or while running; the latter from the end of the block.
         """
         config = self.config
-        with self._store, listening(config.host, config.port) as listener:
+        bound = listening(config.host, config.port) if listener is None else nullcontext(listener)
+        with self._store, bound as listener:
             self._port = listener.getsockname()[1]
             if config.initial is not None and self.wanted.version == 0:
-                self._store.save(self._store.state.after(rules.PutView(config.initial, expected=0), config.limits))
-            routes = ConfigRoutes(self._store, config, self.stop)
-            settings = uvicorn_config(routes.app, tls_cert=config.tls_cert, tls_key=config.tls_key)
+                begun = self.state.after(rules.PutView(config.initial, expected=0), config.limits)
+                self._store.save(replace(begun, first=begun.wanted.version))
+            self._routes = routes = ConfigRoutes(self._store, config, self.stop)
+            names = (config.host, *config.names)
+            settings = uvicorn_config(routes.app, names=names, tls_cert=config.tls_cert, tls_key=config.tls_key)
             self._uvicorn = UvicornServer(settings, routes.close)
             thread = threading.Thread(
                 target=self._serve, args=(self._uvicorn, listener), name="pliant-config-server", daemon=True
@@ -239,7 +269,7 @@ _NOTICES: Mapping[str, Callable[[_Notice], WorkerNotice]] = {
     "/leave": lambda notice: rules.LeaveNotice(notice.worker),
 }
 """Notices about workers, by path."""
-_OTHERS = ("/get", "/state", "/membership", "/finish", "/devices", "/drop", "/stop", "/health", "/metrics")
+_OTHERS = ("/get", "/state", "/restore", "/membership", "/finish", "/devices", "/drop", "/stop", "/health", "/metrics")
 _TAKEN = {*_CHANGES, *_NOTICES, *_OTHERS}
 
 
@@ -308,7 +338,13 @@ class ConfigRoutes:
         self._answers: Counter[int] = Counter()
         self._held = HeldRequests()
         self._encoded: tuple[ClusterSnapshot | None, bytes] = (None, b"")
+        self._asked_s = time.monotonic()
         self.app: ASGIApp = TokenGate(self._make_app(), config.token, self._answers)
+
+    @property
+    def asked_s(self) -> float:
+        """When somebody last asked for the state, by `time.monotonic`: now, while somebody waits for its next change."""
+        return time.monotonic() if self._held.num_waiting else self._asked_s
 
     def close(self) -> None:
         """Answer every held request now, and hold no more: the server is about to stop."""
@@ -322,15 +358,16 @@ class ConfigRoutes:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/state", self._get_state),
+            Route("/restore", self._restore, methods=["POST"]),
             Route("/membership", self._get_membership),
             Route("/get", self._get),
             Route(view, self._get),
             Route(view, change["/put"], methods=["PUT"]),
             Route(view, change["/reset"], methods=["POST", "DELETE"]),
-            Route("/reset", change["/reset"]),  # KungFu's commands curl it
+            *([Route("/reset", change["/reset"])] if self._config.open else []),
             *(Route(path, endpoint, methods=["PUT", "POST"]) for path, endpoint in {**change, **notice}.items()),
             Route("/finish", self._finish, methods=["PUT", "POST"]),
-            Route("/stop", self._stop_server, methods=["GET", "PUT", "POST", "DELETE"]),
+            Route("/stop", self._stop_server, methods=["PUT", "POST", "DELETE"]),
         ]
         if self._config.provider is not None:
             routes += [
@@ -340,7 +377,6 @@ class ConfigRoutes:
         handlers = {
             HTTPException: self._on_http_error,
             PliantError: self._on_refusal,
-            sqlite3.Error: self._on_not_saved,
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         # A redirect of /config/ would turn a PUT by a client that does not follow it into silence.
@@ -362,7 +398,9 @@ class ConfigRoutes:
         return self._answer(self._wanted.view.to_json())
 
     async def _get_state(self, request: Request) -> Response:
+        self._store.retry()  # all workers and runners ask once in a while
         known = request.headers.get("if-none-match", "").strip('"')
+        self._asked_s = time.monotonic()
         await self._hold(request, lambda: known == self._store.state.snapshot.tag)
         snapshot = self._store.state.snapshot
         headers = {"ETag": f'"{snapshot.tag}"'}
@@ -409,13 +447,14 @@ class ConfigRoutes:
     def _change_endpoint(self, make: Callable[[bytes, int | None], ViewRequest]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             change = make(await read_body(request), header_version(request, "if-match"))
+            self._check_job(request)
             provider = self._config.provider
             if provider is not None and isinstance(change, rules.ResizeView) and change.size > 0:
                 self._store.state.after(change, self._config.limits)  # raises what would be refused
                 provider.resize(change.size)
                 after = self._wanted
             else:
-                after = self._apply(change).wanted
+                after = self._apply(change, request).wanted
             return self._answer({"Version": after.version} if after.view is None else after.view.to_json())
 
         return endpoint
@@ -423,13 +462,26 @@ class ConfigRoutes:
     def _notice_endpoint(self, make: Callable[[_Notice], WorkerNotice]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             notice = make(decode_json(await read_body(request), _notice_in))
-            return json_response(self._apply(notice).membership.to_json())
+            self._check_job(request)
+            return json_response(self._apply(notice, request).membership.to_json())
 
         return endpoint
 
+    async def _restore(self, request: Request) -> Response:
+        known = decode_json(await read_body(request), ClusterSnapshot.from_json)
+        return json_response(self._apply(rules.RestoreNotice(known), request).snapshot.to_json())
+
+    def _check_job(self, request: Request) -> None:
+        """Refuse a request that is meant for another job, or that comes before this server was told of the job."""
+        meant = request.headers.get(JOB_HEADER, "")
+        if meant and meant != self._store.state.id:
+            raise OtherJob("this config server does not keep the job that the request is for")
+
     async def _finish(self, request: Request) -> Response:
-        _without_body(await read_body(request))
-        return json_response(self._apply(rules.FinishNotice()).membership.to_json())
+        self._check_job(request)
+        body = await read_body(request)
+        finished = rules.FinishNotice(decode_json(body, _notice_in).worker if body.strip() else None)
+        return json_response(self._apply(finished, request).membership.to_json())
 
     @staticmethod
     def _devices_endpoint(provider: ResourceProvider) -> Endpoint:
@@ -454,13 +506,13 @@ class ConfigRoutes:
         self._stop()  # uvicorn answers open requests first
         return json_response({"stopping": True})
 
-    def _apply(self, request: ViewRequest | WorkerNotice) -> ElasticState:
+    def _apply(self, change: ViewRequest | WorkerNotice, request: Request) -> ElasticState:
         before = self._store.state
-        after = before.after(request, self._config.limits)
+        after = before.after(change, self._config.limits, by=_origin_of(request))
         if after is before:
             return after
         self._store.save(after)
-        log.info("%s", _describe_change(request, before, after))
+        log.info("%s", _describe_change(change, before, after))
         if after.snapshot != before.snapshot:
             self._held.wake()
         return after
@@ -485,9 +537,12 @@ class ConfigRoutes:
         status = _REFUSAL_STATUS.get(type(error), 400)
         return self._answer({"error": str(error)[:MAX_REASON_CHARS], "kind": type(error).__name__}, status)
 
-    async def _on_not_saved(self, request: Request, error: Exception) -> Response:
-        log.error("the state could not be saved: %s", error)
-        return self._answer({"error": f"the state could not be saved, nothing has changed: {error}"}, 503)
+
+def _origin_of(request: Request) -> str:
+    """Return who asks, such as `pliant stop (POST /resize from 127.0.0.1)`."""
+    where = f"{request.method} {request.url.path} from {request.client.host if request.client else 'nowhere'}"
+    name = "".join(char for char in request.headers.get(ORIGIN_HEADER, "")[:MAX_ORIGIN_CHARS] if " " <= char <= "~")
+    return name if name == BY_PROGRAM else f"{name} ({where})" if name else where
 
 
 def _describe_change(request: ViewRequest | WorkerNotice, before: ElasticState, after: ElasticState) -> str:

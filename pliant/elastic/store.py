@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import secrets
 import sqlite3
-from collections.abc import Iterable
+import time
+from dataclasses import replace
 
 from pliant.cluster import Membership, View, Wanted, Worker
 from pliant.elastic.membership import ElasticState
 from pliant.errors import ConfigError
+from pliant.files import PRIVATE_MODE
+
+log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
+RETRY_PERIOD_S = 1.0
 _LOCK_TIMEOUT_S = 1.0
-# The tables keep the names that version 0.1 gave them, so that its state files can still be read.
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)",
-    "CREATE TABLE IF NOT EXISTS roll (id INTEGER PRIMARY KEY CHECK (id = 1), roll TEXT NOT NULL, ready TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS settled (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, replicas INTEGER)",
-    "CREATE TABLE IF NOT EXISTS newcomers (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, stepped INTEGER)",
-    "CREATE TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, unused INTEGER)",
-)
+_SCHEMA = "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), state TEXT NOT NULL)"
+_TABLES_OF_0_1 = ("wanted", "roll", "settled")
+"""What a state file of version 0.1 has instead, each with one row."""
 
 
 class StateStore:
@@ -27,13 +31,19 @@ class StateStore:
 
     While open, the file is locked: a second server with the same file would answer with a state that the first has
     already changed.
+
+    If not `durable`, the file survives the process but not a loss of power, which saves the wait for the disk; and a file
+    that cannot be opened is only a warning: the state is then kept in memory.
     """
 
-    def __init__(self, path: str = IN_MEMORY) -> None:
-        self._path = path
+    def __init__(self, path: str = IN_MEMORY, *, durable: bool = True) -> None:
+        self._path, self._durable = path, durable
         self._database: sqlite3.Connection | None = None
         self.state = ElasticState()
         """What is kept now; change it with `save`."""
+        self._is_behind = False
+        """Whether the file lacks the last changes, because it could not be written."""
+        self._tried_s = 0.0
 
     def __enter__(self) -> StateStore:
         """Open the file, creating it if there is none, and read what it keeps.
@@ -42,24 +52,42 @@ class StateStore:
             ConfigError: it cannot be opened, is not ours, or another server has it open.
         """
         try:
+            self._open()
+        except ConfigError as error:
+            if self._durable:
+                raise
+            log.warning("%s: the state is kept in memory", error)
+            self._path = IN_MEMORY
+            self._open()
+        return self
+
+    def _open(self) -> None:
+        try:
+            if self._path != IN_MEMORY:  # SQLite would create a file that others can read
+                with contextlib.suppress(OSError):  # which it then tells
+                    os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE_MODE))
             # The thread that serves is not the one that opens; they never use it at the same time.
             self._database = sqlite3.connect(
                 self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
             self._database.execute("BEGIN EXCLUSIVE")
-            for statement in _SCHEMA:
-                self._database.execute(statement)
+            self._database.execute(_SCHEMA)
             self._database.execute("COMMIT")
-            self.state = _load(self._database)
+            kept = self._database.execute("SELECT state FROM state").fetchone()
+            if kept is None:
+                self.state = replace(_load_0_1(self._database), id=secrets.token_hex(8))
+            else:
+                self.state = ElasticState.from_json(json.loads(kept[0]))
+                if not self._durable:  # some of it may not have been written
+                    self.save(self.state.recovered())
         except (sqlite3.Error, ValueError, ConfigError) as error:
             self.close()
             raise ConfigError(
                 f"state file {self._path}: {error}; give a file of a config server, or a new one, in a directory that "
                 "exists, and stop any other server that uses it"
             ) from None
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -70,50 +98,51 @@ class StateStore:
             self._database = None
 
     def save(self, state: ElasticState) -> None:
-        """Keep `state`; it is on disk when this returns.
+        """Keep `state`; it is written when this returns, unless the disk is full or failing.
 
-        Raises:
-            sqlite3.Error: it could not be written; what was kept before still is.
+        Then it is kept in memory, with a warning: training must not wait for a disk. `retry` and the next call write it.
         """
-        assert self._database is not None, "save() needs an open store: use `with`"
-        view = None if state.wanted.view is None else json.dumps(state.wanted.view.to_json())
-        membership = json.dumps(state.membership.to_json())
-        rows: dict[str, tuple[object, ...]] = {
-            "wanted": (state.wanted.version, view),
-            "roll": (membership, _to_text(state.ready)),
-            "settled": (_to_text(state.settled), state.replicas),
-            "newcomers": (_to_text(state.newcomers), state.stepped),
-            "leaving": (_to_text(state.leaving), None),
-        }
-        with self._database:  # commits, or rolls back
-            self._database.execute("BEGIN IMMEDIATE")
-            for table, values in rows.items():
-                self._database.execute(f"INSERT OR REPLACE INTO {table} VALUES (1, ?, ?)", values)
         self.state = state
+        self._tried_s = time.monotonic()
+        try:
+            self._write(state)
+        except sqlite3.Error as error:
+            if not self._is_behind:
+                log.warning(
+                    "state file %s: %s. What changes is kept in memory until it can be written", self._path, error
+                )
+            self._is_behind = True
+        else:
+            if self._is_behind:
+                log.warning("state file %s can be written again, and is up to date", self._path)
+            self._is_behind = False
+
+    def retry(self) -> None:
+        """Write what is in memory only, if something is, at most once a second."""
+        if self._is_behind and time.monotonic() - self._tried_s >= RETRY_PERIOD_S:
+            self.save(self.state)
+
+    def _write(self, state: ElasticState) -> None:
+        assert self._database is not None, "save() needs an open store: use `with`"
+        self._database.execute("INSERT OR REPLACE INTO state VALUES (1, ?)", (json.dumps(state.to_json()),))
 
 
-def _load(database: sqlite3.Connection) -> ElasticState:
-    rows = [database.execute(f"SELECT * FROM {table}").fetchone() for table in ("wanted", "roll", "settled")]
-    if None in rows:  # a new file
+def _load_0_1(database: sqlite3.Connection) -> ElasticState:
+    """Return the state in a file of version 0.1; an empty one if it is a new file."""
+    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables.issuperset(_TABLES_OF_0_1):
+        return ElasticState()
+    rows = [database.execute(f"SELECT * FROM {name}").fetchone() for name in _TABLES_OF_0_1]
+    if None in rows:
         return ElasticState()
     (_, version, view), (_, membership, ready), (_, settled, replicas) = rows
-    # A file of version 0.1 knows of no newcomers, and of nobody who leaves.
-    _, newcomers, stepped = database.execute("SELECT * FROM newcomers").fetchone() or (1, "[]", 0)
-    _, leaving, _ = database.execute("SELECT * FROM leaving").fetchone() or (1, "[]", None)
     return ElasticState(
         Wanted(version, None if view is None else View.from_json(json.loads(view), version)),
         Membership.from_json(json.loads(membership)),
         _from_text(ready),
         _from_text(settled),
         replicas,
-        _from_text(newcomers),
-        stepped,
-        _from_text(leaving),
     )
-
-
-def _to_text(workers: Iterable[Worker]) -> str:
-    return json.dumps([worker.to_json() for worker in sorted(workers)])
 
 
 def _from_text(text: str) -> frozenset[Worker]:

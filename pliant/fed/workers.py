@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from pliant import child
 from pliant.cluster import Host
-from pliant.errors import REFUSED_EXIT, ConfigError
+from pliant.errors import ENDED_EXIT, REFUSED_EXIT, ConfigError
 
 if TYPE_CHECKING:
     from pliant.fed.config import FedConfig
@@ -40,8 +40,9 @@ MAX_WORKERS = 4096
 MAX_QUICK_ENDS, QUICK_S = 3, 30.0
 """A run that ends this often in a row, each time this soon after its start, is not started again."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-NOT_AGAIN = (0, 2, REFUSED_EXIT)
-"""Exit codes of a run that has finished, or would fail again: wrong options, or workers that cannot take part."""
+NOT_AGAIN = (0, 2, REFUSED_EXIT, ENDED_EXIT)
+"""Exit codes of a run that has finished, that somebody has ended, or that would fail again: wrong options, or workers that cannot
+take part."""
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL for workers."""
 END_S = GRACE_S + 5.0

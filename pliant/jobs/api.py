@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import signal
 import sqlite3
 from collections import Counter
@@ -50,7 +49,9 @@ from pliant.jobs.status import (
     read_log,
 )
 from pliant.jobs.store import JobStore
+from pliant.json_text import parse_json
 from pliant.sched.cluster import SchedulingPolicy
+from pliant.tokens import random_token
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +155,8 @@ def _answer(value: BaseModel, status: int = 200) -> Response:
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        value = json.loads(await http_server.read_body(request))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(await http_server.read_body(request))
+    except ValueError as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"the body must be a JSON object, not {value!r:.60}")
@@ -286,6 +287,12 @@ class JobServerConfig:
     """Token that requests must have; empty: the one in the state directory, made at random the first time."""
     interval_s: float = 5.0
     """Time between allocations while nothing happens."""
+    names: tuple[str, ...] = ()
+    """Further names by which requests may call the server, such as that of a proxy before it."""
+    tls_cert: str = ""
+    """PEM file with the certificate chain; empty serves plain HTTP."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key."""
     embedded: bool = False
     """Whether the server ends by itself when no job is left, and for a server that is started by hand."""
 
@@ -297,6 +304,8 @@ class JobServerConfig:
             raise ConfigError(f"--interval {self.interval_s:g}: use seconds above 0, such as 5")
         if not re.fullmatch(r"[!-~]*", self.token):
             raise ConfigError("the token holds a character that a header cannot: use printable ASCII without spaces")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
 
 
 def serve(
@@ -316,12 +325,14 @@ def serve(
         listening(config.host, config.port) as listener,
     ):
         token = config.token or _kept_token(config.state)
-        url = _url(config.host, listener.getsockname()[1])
+        url = _url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1])
         scheduler = Scheduler(make_backend(), policy, store, interval_s=config.interval_s)
+        api = JobsApi(scheduler, token)
+        names = (config.host, *config.names)
+        settings = http_server.uvicorn_config(api.app, names=names, tls_cert=config.tls_cert, tls_key=config.tls_key)
         with scheduler.running(), _address_file(config.state, url, token):
             say(f"pliant serve at {url}, state in {config.state}")
-            api = JobsApi(scheduler, token)
-            server = http_server.UvicornServer(http_server.uvicorn_config(api.app), api.close)
+            server = http_server.UvicornServer(settings, api.close)
             if config.embedded:
                 scheduler.when_idle(IDLE_S, lambda: setattr(server, "should_exit", True))
             http_server.serve_until_signalled(server, listener)
@@ -355,7 +366,7 @@ def _kept_token(state: Path) -> str:
     with contextlib.suppress(OSError):
         if token := file.read_text().strip():
             return token
-    token = secrets.token_urlsafe(24)
+    token = random_token()
     write_atomic(file, token, private=True)
     return token
 
@@ -370,7 +381,7 @@ def _address_file(state: Path, url: str, token: str) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _url(host: str, port: int) -> str:
+def _url(scheme: str, host: str, port: int) -> str:
     bare = check_host(host)
     bare = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bare, bare)
-    return f"http://{f'[{bare}]' if ':' in bare else bare}:{port}"
+    return f"{scheme}://{f'[{bare}]' if ':' in bare else bare}:{port}"

@@ -345,7 +345,7 @@ class TrainRun(ProcessRun):
         if state is None:
             raise ServerUnavailable(f"job {self._run.spec.name}: its runner is not up yet")
         token = (self._place / "token").read_text()
-        with ConfigClient(state.config_server, token, timeout_s=ANSWER_S) as client:
+        with ConfigClient(state.config_server, token, timeout_s=ANSWER_S, origin="pliant serve") as client:
             yield client
 
 

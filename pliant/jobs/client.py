@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pliant.elastic.client import ConfigClient, HttpClient, parse_server_url, refusal_reason
+from pliant.elastic.client import HttpClient, open_client, parse_server_url, refusal_reason
 from pliant.errors import ConfigError, LaunchError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.jobs.status import (
     ClusterStatus,
@@ -36,7 +36,8 @@ from pliant.jobs.status import (
     stored_detail,
     stored_statuses,
 )
-from pliant.jobs.store import JobStore, opened_store, state_directory
+from pliant.jobs.store import JobStore, opened_store
+from pliant.tokens import find_token, state_directory
 
 if TYPE_CHECKING:
     from pliant.jobs.schema import JobSpec
@@ -181,8 +182,7 @@ class JobsClient(HttpClient):
     def __init__(self, server: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.server = server
         self._url = parse_server_url(server.url, "--server", "http://10.0.0.1:9200")
-        # Loading the authorities takes longer than a request.
-        super().__init__(self._url, server.token, self._url.scheme == "https", timeout_s)
+        super().__init__(self._url, server.token, timeout_s)
 
     def submit(self, job: JobSpec) -> JobStatus:
         """Submit a job. NameTaken: there is, or was, one of that name."""
@@ -347,7 +347,9 @@ def stop_foreground(name: str, *, kill: bool = False, environ: Mapping[str, str]
     if run is None:
         return False
     if run.config_server and not kill:
-        with ConfigClient(run.config_server, run.token or environ.get("PLIANT_TOKEN", "")) as client:
+        with open_client(
+            run.config_server, run.token or find_token(run.config_server, environ), origin="pliant stop"
+        ) as client:
             client.resize(0)
     else:
         with contextlib.suppress(ProcessLookupError):

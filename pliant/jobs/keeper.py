@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 
+RETRY_S = 1.0
+
 
 def start_ticks(pid: int) -> int:
     """Return when a process began; `pliant.child` cannot be imported here."""
@@ -31,12 +33,28 @@ def write(path: str, value: dict[str, object]) -> None:
     os.replace(f"{path}.draft", path)
 
 
+def try_to_write(path: str, value: dict[str, object]) -> bool:
+    """Write a JSON file, and return whether that was possible: a full disk must not make a run look abandoned."""
+    try:
+        write(path, value)
+    except OSError:
+        return False
+    return True
+
+
 def keep(place: str, command: list[str]) -> None:
-    """Run `command` to its end."""
+    """Run `command` to its end. On a full disk, wait for room to write down how it ended."""
     process = subprocess.Popen(command)  # the lock stays here: other descriptors are not inherited
-    write(f"{place}/started.json", {"pid": process.pid, "start_ticks": start_ticks(process.pid)})
-    code = process.wait()
-    write(f"{place}/exit.json", {"code": code, "at_s": time.time()})
+    started: dict[str, object] = {"pid": process.pid, "start_ticks": start_ticks(process.pid)}
+    while not try_to_write(f"{place}/started.json", started):
+        try:
+            process.wait(RETRY_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    ended: dict[str, object] = {"code": process.wait(), "at_s": time.time()}
+    while not try_to_write(f"{place}/exit.json", ended):
+        time.sleep(RETRY_S)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ How runs are started is up to a `Backend` (`jobs.backends`).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -45,6 +44,7 @@ from pliant.jobs.status import (
     stored_statuses,
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
+from pliant.json_text import parse_json
 from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.planner import Counts
 
@@ -175,7 +175,7 @@ class RecordTail:
         found: list[Mapping[str, Any]] = []
         for line in lines:
             try:
-                fact = json.loads(line)
+                fact = parse_json(line)
             except ValueError:
                 continue  # cut short by a crash
             if isinstance(fact, dict) and isinstance(fact.get("step"), int):

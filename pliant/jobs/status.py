@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from pliant.errors import ConfigError
+from pliant.errors import ENDED_EXIT, ConfigError
+from pliant.json_text import parse_json
 
 if TYPE_CHECKING:
     from pliant.jobs.store import ForegroundRun, JobStore
@@ -149,10 +150,10 @@ def state_after(code: int | None, ending: str, *, finished: bool = False) -> Sta
     """
     if finished or (code == 0 and not ending):
         return "finished"
-    if ending == "stopped":
+    if ending == "stopped" or (code == ENDED_EXIT and not ending):
         return "stopped"
     is_lost = code is None or code < 0 or code == TERMINATED
-    return None if is_lost or (code == 0 and ending) else "failed"
+    return None if is_lost or code in (0, ENDED_EXIT) else "failed"
 
 
 def stored_statuses(
@@ -245,7 +246,7 @@ def federated_progress(spec: Mapping[str, Any], folder: str) -> FederatedProgres
     number, clock_s, accuracy = 0, 0.0, None
     for line in _last_lines(Path(record_path(spec, folder))):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            fact = json.loads(line)
+            fact = parse_json(line)
             if fact.get("kind") == "round":
                 number, clock_s = int(fact["round"]), float(fact["clock_s"])
             elif fact.get("kind") == "test":

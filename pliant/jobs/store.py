@@ -19,7 +19,7 @@ import logging
 import os
 import shlex
 import sqlite3
-import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,10 +29,13 @@ from typing import Any
 
 from pliant.child import start_ticks
 from pliant.errors import ConfigError, NameTaken
+from pliant.tokens import check_private, state_directory
 
 log = logging.getLogger(__name__)
 
 FILE = "jobs.sqlite"
+LISTING_PERIOD_S = 10.0
+"""How often a process tries to list itself in a store that could not be written."""
 JOB_NAME = "PLIANT_JOB_NAME"
 """Environment variable by which the scheduler tells a runner the name of its job."""
 START_ONE = "start one with `pliant run -w -np 4 train.py`, or name its config server with --config-server URL"
@@ -51,14 +54,6 @@ StoredJob = dict[str, Any]
 """A row of `jobs`: `name`, `scheduled`, `spec`, `folder`, `state`, `submitted_s` and further fields, as JSON."""
 Event = tuple[str, str, str, Mapping[str, int]]
 """Job, what happened, why, and the devices that it concerns."""
-
-
-def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's state directory: $PLIANT_HOME, or `pliant` in $XDG_STATE_HOME or in ~/.local/state."""
-    if environ.get("PLIANT_HOME"):
-        return Path(environ["PLIANT_HOME"]).absolute()
-    home = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local/state")
-    return Path(home) / "pliant"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,13 +252,6 @@ def _set(database: sqlite3.Connection, name: str, value: Mapping[str, Any]) -> N
     database.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, json.dumps(value)))
 
 
-def check_private(folder: Path) -> None:
-    """Refuse a directory that somebody else owns or can write to: what it holds could be forged."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigError(f"{folder} is not a directory that only you can write to: remove it, or chmod it to 700")
-
-
 def opened_store(directory: Path) -> JobStore | None:
     """Return the store of a directory, to be entered; None if there is none yet."""
     return JobStore(directory) if (directory / FILE).is_file() else None
@@ -287,7 +275,7 @@ def registered(
 ) -> Iterator[ForegroundRun]:
     """List this process in the user's store for the time of the block.
 
-    If the store cannot be written, the job runs all the same and a warning is logged.
+    If the store cannot be written, the job runs all the same, a warning is logged, and it is tried again once in a while.
     """
     pid = os.getpid()
     run = ForegroundRun(
@@ -304,19 +292,37 @@ def registered(
         logdir=os.path.abspath(logdir) if logdir else "",
     )
     directory = state_directory(environ)
-    is_listed = False
-    try:
-        with JobStore(directory) as store:
-            store.add_run(run)
+    is_listed, is_over = False, threading.Event()
+
+    def try_to_list() -> Exception | None:
+        nonlocal is_listed
+        try:
+            with JobStore(directory) as store:
+                store.add_run(run)
+        except (ConfigError, sqlite3.Error) as error:
+            return error
         is_listed = True
-    except (ConfigError, sqlite3.Error) as error:
-        log.warning("`pliant list` and `pliant resize` will not find this job (%s): give them --config-server", error)
+        return None
+
+    def keep_trying() -> None:
+        while not is_over.wait(LISTING_PERIOD_S) and try_to_list():
+            pass
+
+    retry: threading.Thread | None = None
+    if error := try_to_list():
+        log.warning("`pliant list` and `pliant resize` do not find this job yet (%s): give them --config-server", error)
+        retry = threading.Thread(target=keep_trying, name="pliant-listing", daemon=True)
+        retry.start()
     try:
         yield run
     finally:
-        if is_listed and os.getpid() == pid:  # a forked child leaves the block, too
-            with contextlib.suppress(ConfigError, sqlite3.Error), JobStore(directory) as store:
-                store.remove_run(pid)
+        if os.getpid() == pid:  # a forked child leaves the block, too
+            is_over.set()
+            if retry is not None:
+                retry.join()
+            if is_listed:
+                with contextlib.suppress(ConfigError, sqlite3.Error), JobStore(directory) as store:
+                    store.remove_run(pid)
 
 
 def running_jobs(environ: Mapping[str, str] = os.environ) -> list[ForegroundRun]:

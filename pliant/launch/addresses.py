@@ -49,17 +49,6 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
     return [(name, str(address)) for name, address in found if not address.is_link_local]
 
 
-def is_local(address: str) -> bool:
-    """Return whether `address` belongs to this machine: only then can a socket be bound to it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
 def resolve(host: str) -> str:
     """Return the address of `host`: itself if it is one, else the first IPv4 (or IPv6) that its name has.
 

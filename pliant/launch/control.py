@@ -19,7 +19,7 @@ from pliant.cluster import Worker
 from pliant.errors import CommError, ConfigError, HandshakeRefused, LaunchError
 from pliant.identity import SECRET_REMEDY
 from pliant.launch.addresses import listen_on
-from pliant.launch.events import BUSY, DONE, FAILED, IDLE, RunnerGone, Verdict
+from pliant.launch.events import BUSY, DONE, FAILED, IDLE, STRANDED, RunnerGone, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class HostGroup:
         self._hosts = tuple(hosts)
         self._agreement = dict(agreement)
         self._status: dict[str, str] = {}
+        self._good_end = Verdict("", 0)
+        self._stranding = Verdict("", 1)  # of the host that last said that it is stranded
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -70,14 +72,23 @@ class HostGroup:
                 )
         self.ports[host] = list(ports)
 
-    def set_status(self, host: str, status: str) -> Verdict | None:
-        """Note the status of `host`; return the verdict if the job has now ended well."""
+    def set_status(self, host: str, status: str, cause: str = "", code: int = 0) -> Verdict | None:
+        """Note the status of `host`; return the verdict if the job has now ended: its program has, somebody has ended it, as
+        `cause` and `code` say, or nobody can go on.
+        """
         self._status[host] = status
+        if status == DONE and code and not self._good_end.code:
+            self._good_end = Verdict(cause, code)
+        if status == STRANDED:
+            self._stranding = Verdict(cause, code)
         states = [self._status.get(known, BUSY) for known in self._hosts]
-        if self.verdict is None and BUSY not in states and DONE in states:
-            self.verdict = Verdict("", 0)
-            return self.verdict
-        return None
+        if self.verdict is not None or BUSY in states:
+            return None
+        if DONE in states:
+            self.verdict = self._good_end
+        elif STRANDED in states:
+            self.verdict = self._stranding
+        return self.verdict
 
     def fail(self, cause: str, code: int) -> Verdict:
         """Note a failure; the first one stays the verdict."""
@@ -152,7 +163,8 @@ class HeadRunner:
     def send_status(self, host: str, status: str, cause: str = "", code: int = 0) -> None:
         """Note the status of this or another host."""
         with self._changed:
-            verdict = self._group.fail(cause, code) if status == FAILED else self._group.set_status(host, status)
+            is_failure = status == FAILED
+            verdict = self._group.fail(cause, code) if is_failure else self._group.set_status(host, status, cause, code)
             if verdict is not None:
                 self._announce(verdict)
 

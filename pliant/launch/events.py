@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pliant.cluster import Membership, View, Worker
+from pliant.progress_board import ProgramFailure
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BUSY, IDLE, DONE, FAILED = "busy", "idle", "done", "failed"
-"""The status of a host: it runs workers; it runs none yet, or none any more; all of them ended well; one failed."""
+BUSY, IDLE, DONE, STRANDED, FAILED = "busy", "idle", "done", "stranded", "failed"
+"""The status of a host: it runs workers; it runs none yet, or none any more; all of them ended well; it runs none, and can
+start none because the config server does not answer; one failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class StateChanged:
 
     view: View | None
     membership: Membership = field(default_factory=Membership)
+    restored: int = 0
+    """How often the config server was told of the job because it had forgotten it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,20 @@ class Exited:
     code: int
     joined: bool = True
     """Whether its program has called `pliant.join`."""
+    out_of_memory: bool = False
+    """Whether the kernel killed it because memory had run out."""
+    failure: ProgramFailure | None = None
+    """The error that has ended its program, as far as it could tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The process of a local worker has been stopped (SIGSTOP) for too long."""
+
+    worker: Worker
+    for_s: float
+    others_run: bool = True
+    """Whether another worker of this host is not stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +62,13 @@ class StartFailed:
     """A local worker could not be started."""
 
     worker: Worker
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContact:
+    """The config server of the job does not answer any more, for the reason `why`; or it does again, if that is empty."""
+
     why: str
 
 
@@ -63,7 +88,7 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the whole job ended, as the head runner says; an empty cause means that it ended well."""
+    """How the whole job ended, as the head runner says; an empty cause means that its program has run to its end."""
 
     cause: str
     code: int
@@ -90,21 +115,23 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmProcessUp:
-    """The warm process has done its imports, or has failed to: workers can be started now."""
+class WarmProcessChanged:
+    """The warm process has done its imports, has failed to, or has ended."""
 
 
 Event = (
     StateChanged
     | Exited
+    | Stopped
     | StartFailed
+    | ServerContact
     | Interrupted
     | TimedOut
     | Verdict
     | RunnerGone
     | NotReplaced
     | Tick
-    | WarmProcessUp
+    | WarmProcessChanged
 )
 
 
@@ -131,6 +158,9 @@ class KillWorker:
     """End a worker and its children at once (SIGKILL)."""
 
     worker: Worker
+    why: str = "did not end when told to"
+    unless_ending: bool = False
+    """If true, a worker is left alone whose program has ended, or has never joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +170,8 @@ class ReportFailure:
     worker: Worker
     what: str
     how: str = "failed first"
+    is_repeated: bool = False
+    """Whether its last lines are shown once more, although they stand above."""
 
 
 @dataclass(frozen=True, slots=True)

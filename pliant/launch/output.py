@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import selectors
 import threading
@@ -16,10 +15,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
 
-log = logging.getLogger(__name__)
+from pliant.files import LineFile
 
 MAX_LINE_BYTES = 64 << 10
 """Longer lines are cut into pieces of this size, so that memory stays bounded."""
@@ -72,20 +69,8 @@ class Console:
 
     def __init__(self, descriptor: int, *, coloured: bool) -> None:
         self.coloured = coloured
-        self._descriptor = descriptor
-        self._broken = False
-
-    def write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest and not self._broken:
-            try:
-                rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:
-                _wait_writable(self._descriptor)
-            except OSError as error:
-                # `pliant run ... | head` must not end a training job: the log files go on.
-                self._broken = True
-                log.warning("cannot show more output (%s): the job goes on", error.strerror)
+        # `pliant run ... | head` must not end a training job, and neither must a full disk behind `pliant run > file`.
+        self.write = LineFile(descriptor, "the output").append
 
 
 def show_runner_lines(console: Console, host: str, lines: Sequence[bytes]) -> None:
@@ -96,38 +81,6 @@ def show_runner_lines(console: Console, host: str, lines: Sequence[bytes]) -> No
         console.write(b"".join(line + b"\n" for line in shown))
 
 
-def _wait_writable(descriptor: int) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_WRITE)
-        selector.select()
-
-
-class LogFile:
-    """A worker's log file, created with its first byte."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: BinaryIO | None = None
-        self._broken = False
-
-    def write(self, data: bytes) -> None:
-        if self._broken:
-            return
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab", buffering=0)
-            self._file.write(data)
-        except OSError as error:
-            self._broken = True
-            log.warning("cannot write %s (%s): the job goes on without this log", self.path, error.strerror)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
 @dataclass
 class OutputStream:
     """One of the two pipes of a worker, and where its lines go."""
@@ -135,7 +88,7 @@ class OutputStream:
     descriptor: int
     prefix: bytes
     console: Console | None
-    file: LogFile | None
+    file: LineFile | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     ended: threading.Event = field(default_factory=threading.Event)
@@ -156,7 +109,7 @@ class OutputStream:
                 return True
             data = b""
         if self.file is not None and data:
-            self.file.write(data)
+            self.file.append(data)
         self.take(self.splitter.feed(data) if data else self.splitter.flush())
         return bool(data)
 

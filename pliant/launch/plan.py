@@ -24,8 +24,10 @@ from pliant.adapt.registry import check as check_policy
 from pliant.child import JOB_MARK
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker, check_port, place
 from pliant.errors import CapacityError, ConfigError
-from pliant.identity import DEFAULT_STRATEGY, CheckSettings, WorkerSpec, format_schedule, format_verify
-from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
+from pliant.identity import WorkerSettings, WorkerSpec, format_schedule, format_verify
+from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, nic_addresses, resolve, resolve_hosts
+from pliant.machine import is_local
+from pliant.process_priority import warm_up_environ
 
 LEVELS = ("D0", "D1", "D2")
 """Levels of determinism: equal bits for an equal number of workers, for any number, and on machines of other kinds."""
@@ -50,7 +52,7 @@ def check_strategy(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
+class RunOptions(WorkerSettings):
     """The flags of `pliant run` as values; a wrong one raises ConfigError when this is made.
 
     Docstrings say what the help of the flag (`cli.run.RunArguments`) does not.
@@ -64,11 +66,9 @@ class RunOptions:
     self_host: str = ""
     nic: str = ""
     port_range: PortRange = field(default_factory=PortRange)
-    strategy: str = DEFAULT_STRATEGY
     timeout_s: float = 0.0
     grace_s: float = 10.0
     rendezvous_timeout_s: float = 300.0
-    heartbeat_timeout_s: float = 10.0
     logdir: str = ""
     show_output: bool = True
     quiet: bool = False
@@ -84,25 +84,6 @@ class RunOptions:
     watch: bool = False
     keep: bool = False
     """In watch mode, stay after the local workers have finished."""
-    determinism: str = ""
-    """D0, D1 or D2; empty leaves it to the program."""
-    order: str = ""
-    """How gradients are added, ddp or tree; empty leaves it to the program."""
-    allow: tuple[str, ...] = ()
-    """Operators that may run without a deterministic kernel."""
-    verify: int | None = None
-    """Steps between two comparisons of the workers; 0: none; None leaves it to the program."""
-    checkpoint_dir: str = ""
-    """Where checkpoints go, as an absolute path; empty means none."""
-    checkpoint_every: int = 0
-    resume: str = ""
-    """`auto`, a checkpoint's path, or empty: what training begins with."""
-    resize_schedule: tuple[tuple[int, int], ...] = ()
-    """(step, number of workers): what the job asks for by itself; such a job is watched."""
-    adapting: Mapping[str, str] = field(default_factory=dict)
-    """Monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones are left out."""
-    check: CheckSettings | None = None
-    """For a run of `pliant check`."""
     max_restarts: int = 100
     independent: bool = False
     """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
@@ -341,33 +322,23 @@ class LaunchPlan:
         secret: bytes,
         config_server: str = "",
         listen_fd: int | None = None,
-        join_fd: int | None = None,
+        board_fd: int | None = None,
         *,
+        board_slot: int = 0,
         shadow: bool = False,
     ) -> WorkerSpec:
         """Return what `worker` must know of its job."""
-        options = self.options
         return WorkerSpec(
             worker=worker,
             view=view,
             secret=secret,
-            strategy=options.strategy,
             config_server=config_server,
             listen_fd=listen_fd,
-            join_fd=join_fd,
-            heartbeat_timeout_s=options.heartbeat_timeout_s,
-            elastic=options.watch,
+            board_fd=board_fd,
+            board_slot=board_slot,
+            elastic=self.options.watch,
             shadow=shadow,
-            determinism=options.determinism,
-            order=options.order,
-            allow=options.allow,
-            verify=options.verify,
-            checkpoint_dir=options.checkpoint_dir,
-            checkpoint_every=options.checkpoint_every,
-            resume=options.resume,
-            resize_schedule=options.resize_schedule,
-            adapting=options.adapting,
-            check=options.check,
+            **self.options.settings(),
         )
 
     def worker_environ(self, environ: Mapping[str, str], spec: WorkerSpec, *, slot: int, mark: str) -> dict[str, str]:
@@ -379,6 +350,7 @@ class LaunchPlan:
             **self.common_environ(environ, mark),
             **spec.to_environ(),
             **device_environ(slot, devices, allow_nvlink=self.options.allow_nvlink),
+            **(warm_up_environ() if spec.shadow else {}),
             "PLIANT_LOCAL_RANK": str(slot),
         }
 
@@ -473,8 +445,8 @@ def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[H
             f"-np {options.np}: so many workers would bring a machine with {machine.num_cpus} processors to a halt; use "
             f"fewer, or insist with -H {address}:{options.np}"
         )
-    # How many a watched job will be asked to have is not known; only its ports are.
-    most = len(options.port_range) if options.watch else machine.num_cpus
+    # How many a watched job will be asked to have is not known.
+    most = min(len(options.port_range), MOST_PER_CPU * machine.num_cpus) if options.watch else machine.num_cpus
     return (Host(address, max(most, options.np)),)
 
 

@@ -16,20 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pliant.child import process_state
 from pliant.cluster import View, Worker
 from pliant.duration import format_duration
 from pliant.errors import PliantError
+from pliant.files import LineFile
 from pliant.launch import events
 from pliant.launch.addresses import bind_ports, listen_on
-from pliant.launch.output import Console, LogFile, OutputReader, OutputStream, prefix
+from pliant.launch.output import Console, OutputReader, OutputStream, prefix
 from pliant.launch.processes import (
     Guardian,
+    OutOfMemory,
     WarmProcess,
     WorkerProcess,
     WorkerStarter,
     can_start_warm,
     write_runner_state,
 )
+from pliant.launch.worker_watch import WorkerWatch
+from pliant.progress_board import NUM_SLOTS, Activity, Board
+from pliant.stall_rule import StallRule
 
 if TYPE_CHECKING:
     from pliant.elastic.client import ConfigSender
@@ -39,8 +45,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STATE_RETRY_PERIOD_S = 5.0
 TAIL_WAIT_S = 1.0
 """How long to wait for the last lines of a worker that has failed."""
+MAX_KILLED_WARM_UPS = 3
+"""After so many warm processes that were killed before they had done their imports, no other one is started."""
 
 
 @dataclass
@@ -51,8 +60,10 @@ class StartedWorker:
     slot: int
     stdout: OutputStream
     stderr: OutputStream
-    joined: int
-    """The eventfd by which it reports that its program has joined."""
+    board_slot: int
+    """Its slot on the progress board."""
+    oom_kills: int
+    """What `OutOfMemory.note_start` said when it was started."""
 
 
 class ProcessManager:
@@ -76,25 +87,42 @@ class ProcessManager:
         self._listeners, self._sender = listeners, sender
         self._mark = secrets.token_hex(16)
         self._guardian = Guardian(self._mark, environ)
+        self._memory = OutOfMemory()
+        self._board = Board.make()
+        self._free_slots = list(range(NUM_SLOTS))[::-1]
+        self._watch = WorkerWatch(
+            self._board,
+            StallRule(plan.options.stall_timeout_s),
+            queue.post,
+            stopped_limit_s=plan.options.heartbeat_timeout_s,
+            replaces=plan.options.watch,
+            record=plan.options.adapting.get("record", ""),
+        )
         self._output = OutputReader()
         self._consoles = {fd: Console(fd, coloured=_shows_colour(fd, environ)) for fd in (1, 2)}
-        self._starter = WorkerStarter(plan.command, None)
+        self._starter = WorkerStarter(plan.command)
+        self._killed_warm_ups = 0
         self._held: dict[Worker, tuple[events.StartWorker, socket.socket]] = {}
-        """Workers to be started once the warm process is up."""
+        """Workers to be started once the first warm process is up."""
         self._reserved: dict[int, socket.socket] = {}
         """Ports for replacements that were requested."""
         self._used_ports = {plan.options.port}
         self._launched: dict[Worker, StartedWorker] = {}
         self._views: dict[int, View] = {}
         """The views that were seen, by number."""
+        self._state_retry_s: float | None = None
+        """When to write --state-file again, if it could not be written."""
         self._code: int | None = None
         self._last_failure = ""
 
     def run(self, deadline_s: float | None) -> int:
         """Work until the supervisor says that the job is over; return the exit code. Nothing of the job lives afterwards."""
         with self._guardian, contextlib.ExitStack() as stack:
+            stack.callback(self._board.close)
+            self._watch.start()
+            stack.callback(self._watch.close)
             self._output.start()
-            self._warm_up(stack)
+            self._warm_up()
             stack.callback(self._end_all)
             self._write_state()
             if self._sender is not None:
@@ -124,28 +152,59 @@ class ProcessManager:
             "workers": workers,
         }
 
-    def _warm_up(self, stack: contextlib.ExitStack) -> None:
+    def _warm_up(self) -> None:
         """Start the warm process, if the workers can be forked from one."""
         options = self._plan.options
         is_wanted = options.watch or options.check is not None if options.warm is None else options.warm
         if not (is_wanted and can_start_warm(self._plan.command, self._environ.get("PATH"))):
             return
         environ = self._plan.common_environ(self._environ, self._mark)
-        done = partial(self._queue.post, events.WarmProcessUp())
+        changed = partial(self._queue.post, events.WarmProcessChanged())
         try:
-            warm = stack.enter_context(WarmProcess(environ, done, shown=self._plan.command[1:]))
+            warm = WarmProcess(environ, changed, shown=self._plan.command[1:]).__enter__()
         except OSError as error:
             log.warning("cannot start the process to fork workers from (%s): each worker imports torch", error.strerror)
             return
         self._guardian.watch(warm.pid)
         self._read_output("warm", warm.stdout, warm.stderr)
-        self._starter = WorkerStarter(self._plan.command, warm)
+        self._starter.warm = warm
+
+    def _tend_warm_process(self) -> None:
+        """Start another warm process if it was killed, and the workers that have waited for it."""
+        warm = self._starter.warm
+        if warm is not None and warm.is_up:
+            self._killed_warm_ups = 0
+        elif warm is not None and warm.is_up is False:
+            self._end_warm_process()
+            self._killed_warm_ups += 1
+            if warm.was_killed and self._killed_warm_ups <= MAX_KILLED_WARM_UPS:
+                log.warning(
+                    "the process that workers are forked from was killed: workers go on, and another one is started"
+                )
+                self._warm_up()
+            else:
+                log.warning(
+                    "the process that workers are forked from has ended: from now on each worker imports torch, and starts "
+                    "more slowly"
+                )
+        held, self._held = self._held, {}
+        for start, listener in held.values():
+            self._launch(start, listener)
+
+    def _end_warm_process(self) -> None:
+        if self._starter.warm is not None:
+            self._starter.warm.__exit__()
+            self._guardian.forget(self._starter.warm.pid)
+            self._starter.warm = None
 
     def _wait_and_handle(self, deadline_s: float | None) -> None:
         """Wait for events, and do what the supervisor says about them."""
         if self._supervisor.failed:
             deadline_s = None  # -timeout has nothing more to end
-        waits = [at_s for at_s in (deadline_s, self._supervisor.next_deadline_s) if at_s is not None]
+        if self._state_retry_s is not None and time.monotonic() >= self._state_retry_s:
+            self._write_state()
+        deadlines = (deadline_s, self._supervisor.next_deadline_s, self._state_retry_s)
+        waits = [at_s for at_s in deadlines if at_s is not None]
         arrived, ended = self._queue.wait(max(0.0, min(waits) - time.monotonic()) if waits else None)
         # Ends of workers first: one that failed by itself is the cause, whatever came after.
         for event in [*(self._reap(worker) for worker in ended), *arrived, events.Tick()]:
@@ -156,10 +215,8 @@ class ProcessManager:
     def _handle(self, event: events.Event) -> None:
         for action in self._supervisor.handle(event, time.monotonic()):
             self._perform(action)
-        if isinstance(event, events.WarmProcessUp):
-            held, self._held = self._held, {}
-            for start, listener in held.values():
-                self._launch(start, listener)
+        if isinstance(event, events.WarmProcessChanged):
+            self._tend_warm_process()
         if isinstance(event, events.StateChanged) and event.view is not None and event.view.number not in self._views:
             self._views[event.view.number] = event.view
             self._used_ports |= {worker.port for worker in event.view.workers if worker.host == self._plan.self_host}
@@ -174,9 +231,8 @@ class ProcessManager:
                 self._start(action)
             case events.TerminateWorker(worker):
                 self._signal(worker, signal.SIGTERM)
-            case events.KillWorker(worker):
-                log.warning("worker %s did not end when told to: killing it", worker)
-                self._signal(worker, signal.SIGKILL)
+            case events.KillWorker():
+                self._kill(action)
             case events.ReportLoss(worker, why):
                 if self._sender is not None:
                     self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why))
@@ -193,7 +249,7 @@ class ProcessManager:
                 self._code = code
 
     def _start(self, start: events.StartWorker) -> None:
-        """Bind the worker's port, and start it as soon as the warm process is ready."""
+        """Bind the worker's port, and start it. Only the first workers wait for the warm process: others wait for later ones."""
         worker = start.worker
         try:
             listener = self._listeners.pop(worker.port, None) or self._reserved.pop(worker.port, None)
@@ -201,14 +257,15 @@ class ProcessManager:
         except OSError as error:
             self._fail_start(worker, error)
             return
-        if self._starter.is_ready:
-            self._launch(start, listener)
-        else:
+        if self._starter.is_warming and not self._launched:
             self._held[worker] = (start, listener)
+        else:
+            self._launch(start, listener)
 
     def _launch(self, start: events.StartWorker, listener: socket.socket) -> None:
         worker, view, slot = start.worker, start.view, start.slot
-        joined = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        board_slot, oom_kills = self._free_slots.pop(), self._memory.note_start()
+        self._board.clear(board_slot)
         try:
             with listener:
                 spec = self._plan.make_spec(
@@ -217,19 +274,21 @@ class ProcessManager:
                     self._secret,
                     self._config_server,
                     listener.fileno(),
-                    joined,
+                    self._board.descriptor,
+                    board_slot=board_slot,
                     shadow=start.shadow,
                 )
                 environ = self._plan.worker_environ(self._environ, spec, slot=slot, mark=self._mark)
-                process = self._starter.start(environ, listener, joined)
+                process = self._starter.start(environ, listener, self._board.descriptor)
         except OSError as error:
-            os.close(joined)
+            self._free_slots.append(board_slot)
             self._fail_start(worker, error)
             return
         self._guardian.watch(process.pid)
+        self._watch.add(worker, process.pid, board_slot)
         log_name = f"{worker.label}@{view.number}" if self._plan.options.watch else worker.label
         stdout, stderr = self._read_output(worker.label, process.stdout, process.stderr, slot, log_name)
-        self._launched[worker] = StartedWorker(process, slot, stdout, stderr, joined)
+        self._launched[worker] = StartedWorker(process, slot, stdout, stderr, board_slot, oom_kills)
         self._queue.watch(worker, process.pidfd)
         self._write_state()
 
@@ -242,7 +301,10 @@ class ProcessManager:
                 if launched.process.code is None
             }
             version = self._supervisor.view.number if self._supervisor.view is not None else -1
-            write_runner_state(Path(self._plan.options.state_file), self._config_server, version, living)
+            path = Path(self._plan.options.state_file)
+            is_first_try = self._state_retry_s is None
+            written = write_runner_state(path, self._config_server, version, living, warn=is_first_try)
+            self._state_retry_s = None if written else time.monotonic() + STATE_RETRY_PERIOD_S
 
     def _fail_start(self, worker: Worker, error: OSError) -> None:
         # Posted, not handled here: the actions that came with this one must be done first.
@@ -288,11 +350,21 @@ class ProcessManager:
                 descriptor=descriptor,
                 prefix=prefix(label, name, colour if console.coloured else None),
                 console=console if options.show_output else None,
-                file=LogFile(log_file) if options.logdir and log_name else None,
+                file=LineFile(log_file) if options.logdir and log_name else None,
             )
             self._output.add(stream)
             made.append(stream)
         return made[0], made[1]
+
+    def _kill(self, action: events.KillWorker) -> None:
+        launched = self._launched.get(action.worker)
+        reading = self._board.read(launched.board_slot) if launched is not None else None
+        if action.unless_ending and (reading is None or reading.activity is Activity.ENDING):
+            return
+        if launched is not None and not process_state(launched.process.pid):
+            return  # it has ended, and is about to be reaped
+        log.warning("worker %s %s: killing it", action.worker, action.why)
+        self._signal(action.worker, signal.SIGKILL)
 
     def _signal(self, worker: Worker, signum: int) -> None:
         if worker in self._held:
@@ -305,15 +377,13 @@ class ProcessManager:
         launched = self._launched[worker]
         process = launched.process
         self._queue.forget(process.pidfd)
+        self._watch.forget(worker)
         code = process.reap()
         self._guardian.forget(process.pid)
         self._write_state()
-        try:
-            joined = bool(os.eventfd_read(launched.joined))
-        except BlockingIOError:
-            joined = False
-        os.close(launched.joined)
-        return events.Exited(worker, code, joined)
+        joined, failure = self._board.has_joined(launched.board_slot), self._board.failure(launched.board_slot)
+        self._free_slots.append(launched.board_slot)
+        return events.Exited(worker, code, joined, self._memory.explains(code, launched.oom_kills), failure)
 
     def _report_failure(self, failure: events.ReportFailure) -> None:
         worker = failure.worker
@@ -327,7 +397,7 @@ class ProcessManager:
         name, tail = ("stderr", launched.stderr.tail) if launched.stderr.tail else ("stdout", launched.stdout.tail)
         lines = [line.decode(errors="backslashreplace") for line in tail]
         last = lines[-1:]
-        if self._plan.options.show_output:
+        if self._plan.options.show_output and not failure.is_repeated:
             lines = []  # they stand above
         view = self._supervisor.view
         rank = view.workers.index(worker) if view is not None and worker in view.workers else None
@@ -339,7 +409,8 @@ class ProcessManager:
         log.error("%s %s: %s%s", who, failure.how, failure.what, said)
 
     def _end_all(self) -> None:
-        """Kill workers that still run. That happens only after an exception: a job that is over has none left."""
+        """End the warm process, and workers that still run; only after an exception does a job that is over have some left."""
+        self._end_warm_process()
         for listener in [*(listener for _, listener in self._held.values()), *self._reserved.values()]:
             listener.close()
         for launched in self._launched.values():

@@ -1,14 +1,15 @@
 """Processes of a runner: workers, started directly or forked from the warm process, and the file that lists them.
 
 Each worker leads a session of its own, so that a signal reaches its children too and a Ctrl-C in the terminal reaches only
-the runner. Its life is tied to the runner's three times over: by the kernel (child.py; through the warm process where it was
-forked from that), by the guardian, and by killing all that carries the job's mark when the job ends.
+the runner. Its life is tied to the runner's three times over: by the kernel (child.py), by the guardian, and by killing all that
+carries the job's mark when the job ends. A worker that was forked from the warm process is a child of the runner, like others.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -32,11 +33,13 @@ from pliant.files import write_atomic
 
 log = logging.getLogger(__name__)
 
-WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.joining")
+WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "httpcore", "pliant.elastic.client", "pliant.train.joining")
 """Modules that each worker would spend seconds to import. Those that are not installed are left out.
 
 The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
 """
+PIPE_BYTES = 1 << 20
+"""What a worker can print while its runner does not read, as when it is stopped."""
 REMOTE_MODULE = "pliant.cli.over_ssh"
 _WARM_SCRIPT = Path(__file__).resolve().with_name("warm.py")
 
@@ -80,9 +83,9 @@ class WorkerProcess:
 
 
 def start_worker(
-    command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None, joined: int | None = None
+    command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None, board: int | None = None
 ) -> WorkerProcess:
-    """Start one worker, which inherits `listener`, and the eventfd `joined`.
+    """Start one worker, which inherits `listener`, and the descriptor of the progress board.
 
     Must be called from the main thread: the kernel's tie is to the thread that forks. Raises OSError.
     """
@@ -93,15 +96,15 @@ def start_worker(
             stdin=subprocess.DEVNULL,
             stdout=out_write,
             stderr=err_write,
-            pass_fds=tuple(_inherited(listener, joined).values()),
+            pass_fds=tuple(_inherited(listener, board).values()),
             start_new_session=True,
         )
         return WorkerProcess(popen.pid, _pidfd(popen), stdout, stderr, popen.wait)
 
 
-def _inherited(listener: socket.socket | None, joined: int | None) -> dict[str, int]:
+def _inherited(listener: socket.socket | None, board: int | None) -> dict[str, int]:
     """Return the descriptors that a worker inherits, by the variables that name them."""
-    given = {"PLIANT_LISTEN_FD": None if listener is None else listener.fileno(), "PLIANT_JOIN_FD": joined}
+    given = {"PLIANT_LISTEN_FD": None if listener is None else listener.fileno(), "PLIANT_BOARD_FD": board}
     return {name: descriptor for name, descriptor in given.items() if descriptor is not None}
 
 
@@ -112,6 +115,9 @@ def output_pipes() -> Iterator[tuple[int, int, int, int]]:
     The writing ends are closed with the block; if the block raises, so are the reading ends.
     """
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    for descriptor in (out_write, err_write):
+        with contextlib.suppress(OSError):  # a user may have only so much of it
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     try:
         yield out_read, err_read, out_write, err_write
     except BaseException:
@@ -142,6 +148,51 @@ def fill_standard_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+
+
+def count_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes the kernel has killed so far because memory had run out: those of this process's control
+    group, as in a container; of the whole machine where groups are not counted. 0 if the kernel does not say."""
+    files = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                files.append(cgroups / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):  # version 1; in a container, the path is that of the host
+                files += [
+                    cgroups / "memory" / path.lstrip("/") / "memory.oom_control",
+                    cgroups / "memory/memory.oom_control",
+                ]
+    for file in (*files, cgroups / "memory.events", proc / "vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
+class OutOfMemory:
+    """Tells workers that the kernel has killed for want of memory from those that were killed from outside: a kill that the
+    kernel counts explains one end by SIGKILL."""
+
+    def __init__(self, count: Callable[[], int] = count_oom_kills) -> None:
+        self._count = count
+        self._explained = count()
+
+    def note_start(self) -> int:
+        """Return what to give to `explains` at the end of a worker that starts now."""
+        return self._count()
+
+    def explains(self, code: int, at_start: int) -> bool:
+        """Return whether lack of memory explains the exit code of a worker, before whose start the kernel had counted so many
+        kills. The worker's own children count, too: nobody tells which process it was."""
+        known = max(self._explained, at_start)
+        if code not in (-signal.SIGKILL, 128 + signal.SIGKILL) or self._count() <= known:
+            return False
+        self._explained = known + 1
+        return True
 
 
 class Guardian:
@@ -194,9 +245,10 @@ class Guardian:
 
 # --- the warm process ---
 
-ANSWER_S = 30.0
-"""A fork takes 10 ms. A warm process that does not answer for this long is stuck."""
-WARM_ENDED = "the process that workers are forked from has ended"
+WARM_UP_S = 120.0
+"""How long its imports may take, before workers are started without it."""
+ANSWER_S = 2.0
+"""A fork takes 20 ms. A warm process that does not answer for this long is stuck: it is killed, and another one is started."""
 
 
 def can_start_warm(command: Sequence[str], search_path: str | None = None) -> bool:
@@ -220,30 +272,37 @@ class WarmLost(LaunchError):
 
 
 class WarmProcess:
-    """The warm process, and the workers that are forked from it. A context manager, for one thread.
+    """A process that has imported torch, and forks workers. A context manager, for one thread.
 
+    Its forks are children of this process, which reaps them, and end with it. They outlive the warm process.
     `stdout` and `stderr` are the reading ends of its own output, from `__enter__` on.
     """
 
     def __init__(
         self,
         environ: Mapping[str, str],
-        done: Callable[[], None],
+        on_change: Callable[[], None],
         *,
         imports: Sequence[str] = WARM_IMPORTS,
         shown: Sequence[str] = (),
     ) -> None:
-        self._environ, self._done = dict(environ), done
+        self._environ, self._on_change = dict(environ), on_change
         self._arguments = [str(os.getpid()), ",".join(imports), *shown]
         self._popen: subprocess.Popen[bytes]
         self._socket: socket.socket
+        self._was_slow = False
         self.stdout = self.stderr = -1
         self.is_up: bool | None = None
-        """Whether it can fork; None while it imports. `done` is called, from a thread, when that is known."""
+        """Whether it can fork; None while it imports. `on_change` is called, from a thread, whenever this changes."""
 
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether another one may do better: a signal has ended it, rather than an error or the slowness of its imports."""
+        return (self._popen.poll() or 0) < 0 and not self._was_slow
 
     def __enter__(self) -> WarmProcess:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -258,15 +317,16 @@ class WarmProcess:
                 stderr=err_write,
                 start_new_session=True,
             )
+            pidfd = _pidfd(self._popen)
         finally:
             theirs.close()
             os.close(out_write)
             os.close(err_write)
-        threading.Thread(target=self._await, name="warm-up", daemon=True).start()
+        threading.Thread(target=self._follow, args=(pidfd,), name="warm-up", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it at once; the workers that it still has end with it."""
+        """End it at once. The workers that were forked from it go on."""
         self._popen.kill()
         self._popen.wait()
         self._socket.close()
@@ -276,79 +336,96 @@ class WarmProcess:
         command: Sequence[str],
         environ: Mapping[str, str],
         listener: socket.socket | None,
-        joined: int | None = None,
+        board: int | None = None,
     ) -> WorkerProcess:
-        """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener` and `joined`.
+        """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener` and `board`.
 
         Raises:
-            WarmLost: it is gone, or stuck.
+            WarmLost: it is gone, or was stuck, and was killed.
             OSError: the machine has no room for a process, or no descriptors.
         """
+        with output_pipes() as (stdout, stderr, out_write, err_write):
+            pid = self.fork_into(command, environ, (out_write, err_write), _inherited(listener, board))
+            return WorkerProcess(pid, os.pidfd_open(pid), stdout, stderr, lambda: child.reap(pid))
+
+    def fork_into(
+        self, command: Sequence[str], environ: Mapping[str, str], output: tuple[int, int], inherited: Mapping[str, int]
+    ) -> int:
+        """Fork a process as `fork` does, and return its id. It is a child of this process: `child.reap` waits for its end.
+
+        Args:
+            output: the descriptors of its stdout and stderr.
+            inherited: the descriptors that it inherits, by the variables that name them in its environment.
+        """
         changes = {name: value for name, value in environ.items() if self._environ.get(name) != value}
-        with output_pipes() as (stdout, stderr, *written):
-            inherited = _inherited(listener, joined)
-            request = {"argv": list(command[1:]), "environ": changes, "inherited": list(inherited)}
-            answer = self._ask(request, [*written, *inherited.values()])
-            if "pid" not in answer:
-                raise OSError(f"fork: {answer.get('error')}")
-            pid = int(str(answer["pid"]))
-            return WorkerProcess(pid, os.pidfd_open(pid), stdout, stderr, lambda: self._reap(pid))
-
-    def _reap(self, pid: int) -> int:
-        try:
-            return int(str(self._ask({"reap": pid})["code"]))
-        except WarmLost as error:
-            # The kernel has killed it with the warm process, and nobody knows better.
-            log.warning("%s, and worker process %d with it", error, pid)
-            return -signal.SIGKILL
-
-    def _ask(self, request: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, object]:
+        request = {"argv": list(command[1:]), "environ": changes, "inherited": list(inherited)}
+        rights = array.array("i", [*output, *inherited.values()])
         if not self.is_up:
-            raise WarmLost(WARM_ENDED)
+            raise WarmLost("the process that workers are forked from has ended")
         try:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-            self._socket.sendmsg([json.dumps(request).encode()], rights)
-            answer = self._socket.recv(child.MAX_REQUEST_BYTES)
-        except (OSError, TimeoutError) as error:
-            self.is_up = False
+            with child.adopting_orphans():
+                self._socket.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                answer = self._socket.recv(child.MAX_REQUEST_BYTES)
+        except OSError as error:
+            self._give_up()
             raise WarmLost(f"the process that workers are forked from does not answer ({error})") from None
         if not answer:
-            self.is_up = False
-            raise WarmLost(WARM_ENDED)
-        return dict(json.loads(answer))
+            self._give_up()
+            raise WarmLost("the process that workers are forked from has ended")
+        told = json.loads(answer)
+        if "pid" not in told:
+            raise OSError(f"fork: {told.get('error')}")
+        return int(told["pid"])
 
-    def _await(self) -> None:
+    def _give_up(self) -> None:
+        """Kill it, and close the socket, so that a fork that comes too late ends."""
+        self.is_up = False
+        child.kill_group(self.pid, signal.SIGKILL)
+        self._socket.close()
+
+    def _follow(self, pidfd: int) -> None:
+        """Note when it has done its imports, and when it has ended."""
         try:
-            is_up = bool(self._socket.recv(child.MAX_REQUEST_BYTES))
+            self._socket.settimeout(WARM_UP_S)
+            self.is_up = bool(self._socket.recv(child.MAX_REQUEST_BYTES))
             self._socket.settimeout(ANSWER_S)
+        except TimeoutError:
+            self._was_slow = True
+            self._give_up()
         except OSError:
-            is_up = False  # closed: the job was over before it was up
-        self.is_up = is_up
-        self._done()
+            self.is_up = False  # closed: the job was over before it was up
+        if self.is_up:
+            self._on_change()
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll()
+        os.close(pidfd)
+        self.is_up = False
+        self._on_change()
 
 
 class WorkerStarter:
-    """Starts workers: from the warm process while there is one, else each as a new Python process."""
+    """Starts workers: from the warm process while it is up, else each as a new Python process."""
 
-    def __init__(self, command: Sequence[str], warm: WarmProcess | None) -> None:
-        self._command, self._warm = command, warm
+    def __init__(self, command: Sequence[str], warm: WarmProcess | None = None) -> None:
+        self._command, self.warm = command, warm
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `start` would not have to wait: the warm process has done its imports."""
-        return self._warm is None or self._warm.is_up is not None
+    def is_warming(self) -> bool:
+        """Whether the warm process is still at its imports: a worker that waits for it starts as soon as one that does not,
+        and needs less of the machine."""
+        return self.warm is not None and self.warm.is_up is None
 
     def start(
-        self, environ: Mapping[str, str], listener: socket.socket | None, joined: int | None = None
+        self, environ: Mapping[str, str], listener: socket.socket | None, board: int | None = None
     ) -> WorkerProcess:
-        """Start one worker, which inherits `listener` and `joined`. Call it from the main thread. Raises OSError."""
-        if self._warm is not None:
+        """Start one worker, which inherits `listener` and `board`. Call it from the main thread. Raises OSError."""
+        if self.warm is not None and self.warm.is_up:
             try:
-                return self._warm.fork(self._command, environ, listener, joined)
+                return self.warm.fork(self._command, environ, listener, board)
             except WarmLost as error:
-                log.warning("%s: from now on each worker imports torch, and starts more slowly", error)
-                self._warm = None
-        return start_worker(self._command, environ, listener, joined)
+                log.warning("%s: this worker imports torch by itself, and starts more slowly", error)
+        return start_worker(self._command, environ, listener, board)
 
 
 # --- what a scheduler on the same machine reads (--state-file) ---
@@ -381,8 +458,13 @@ class RunnerState:
     """The living workers, by address."""
 
 
-def write_runner_state(path: Path, config_server: str, version: int, workers: Mapping[str, tuple[int, int]]) -> None:
-    """Write the state file: the config server, the version acted on, and the process id and slot of each living worker."""
+def write_runner_state(
+    path: Path, config_server: str, version: int, workers: Mapping[str, tuple[int, int]], *, warn: bool = True
+) -> bool:
+    """Write the state file: the config server, the version acted on, and the process id and slot of each living worker.
+
+    Returns whether it could be written; if not, a warning is logged unless it is not wanted.
+    """
     living = {
         name: asdict(LivingWorker(pid, ticks, slot))
         for name, (pid, slot) in workers.items()
@@ -392,7 +474,12 @@ def write_runner_state(path: Path, config_server: str, version: int, workers: Ma
     try:
         write_atomic(path, json.dumps(state))
     except OSError as error:
-        log.warning("cannot write --state-file %s (%s): other commands may not find the workers", path, error.strerror)
+        if warn:
+            log.warning(
+                "cannot write --state-file %s (%s): other commands may not find the workers", path, error.strerror
+            )
+        return False
+    return True
 
 
 def read_runner_state(path: Path) -> RunnerState | None:

@@ -7,29 +7,26 @@ In order: the secret, the ports, the config server (its own or another one's), t
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import ipaddress
 import json
 import logging
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urljoin
 
 from pliant.cluster import ClusterSnapshot, View
 from pliant.duration import format_duration
+from pliant.elastic.membership import Limits
 from pliant.errors import ClusterCleared, ConfigError, LaunchError, ServerUnavailable, StaleView
 from pliant.identity import job_secret
 from pliant.launch.addresses import bind_ports
 from pliant.launch.control import Control, HeadRunner, HostGroup, MemberRunner
-from pliant.launch.events import EventQueue, StateChanged
+from pliant.launch.events import EventQueue, ServerContact, StateChanged
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.process_manager import ProcessManager
 from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
+from pliant.tokens import find_token, job_token, token_kept
 
 if TYPE_CHECKING:
     from pliant.elastic.client import ConfigSender
@@ -63,10 +60,12 @@ def launch(
     machine: Machine,
     *,
     register: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
+    servers: Path | None = None,
 ) -> RunnerOutcome:
     """Run the job's part of this host to its end. Call it from the main thread.
 
-    `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it.
+    `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it. In
+    `servers` the job's own config server keeps its state; None: in memory.
 
     Raises:
         ConfigError, LaunchError: before any worker was started, with the reason.
@@ -87,7 +86,7 @@ def launch(
             stack.callback(listener.close)
         events = EventQueue()
         stack.callback(events.close)
-        config = stack.enter_context(_config_server(plan, secret, machine.environ))
+        config = stack.enter_context(_config_server(plan, secret, machine.environ, servers))
         control = _make_control(plan, secret, events, config.url)
         ports: Mapping[str, Sequence[int]] = {plan.self_host: list(listeners)}
         if control is not None:
@@ -114,6 +113,7 @@ def launch(
             independent=options.independent,
             plain=options.plain or options.asks_for_help,
         )
+        sender = _make_sender(config) if options.watch else None
         manager = ProcessManager(
             plan,
             supervisor,
@@ -123,16 +123,22 @@ def launch(
             secret=secret,
             listeners=listeners,
             config_server=config.url,
-            sender=_make_sender(config) if options.watch else None,
+            sender=sender,
         )
         if options.debug_port:
-            stack.enter_context(serve_state(plan.self_host, options.debug_port, manager.state))
+            token = config.token or job_token(secret)
+            stack.enter_context(serve_state(plan.self_host, options.debug_port, token, manager.state))
+            file = stack.enter_context(token_kept(plan.self_host, options.debug_port, token, machine.environ))
+            where = file or "PLIANT_TOKEN"
+            log.info("state at http://%s:%d/ (token in %s)", plan.self_host, options.debug_port, where)
         view = first_view(plan, ports) if options.init_version >= 0 else None
-        if options.watch:
-            _follow_server(view if plan.is_head else None, events, config, options.rendezvous_timeout_s, stack)
+        if sender is not None:
+            limits = Limits(hosts=plan.hosts, ports=options.port_range)
+            offered = view if plan.is_head else None
+            _follow_server(offered, limits, events, sender, config, options.rendezvous_timeout_s, stack)
         elif view is not None:
             if options.follows_builtin:
-                _offer_view(config, view if plan.is_head else None, options.rendezvous_timeout_s)
+                _offer_view(config, view if plan.is_head else None, None, options.rendezvous_timeout_s)
             events.post(StateChanged(view))
         if register is not None and plan.is_head and config.url and options.init_version >= 0:
             stack.enter_context(
@@ -161,9 +167,8 @@ def _make_control(plan: LaunchPlan, secret: bytes, events: EventQueue, config_se
     if len(plan.hosts) == 1 or plan.options.init_version < 0:
         return None
     if not plan.is_head:
-        # Without its head, a job whose config server runs elsewhere is still a job.
-        outlives_head = plan.options.watch and not plan.options.follows_builtin
-        return MemberRunner(plan.head, secret, events.post, outlives_head=outlives_head)
+        # Without its head, an elastic job is still a job: its config server is another process.
+        return MemberRunner(plan.head, secret, events.post, outlives_head=plan.options.watch)
     group = HostGroup([host.address for host in plan.hosts], plan.agreement, elastic=plan.options.watch)
     return HeadRunner(plan.head, group, secret, events.post, config_server)
 
@@ -172,35 +177,33 @@ def _make_control(plan: LaunchPlan, secret: bytes, events: EventQueue, config_se
 
 
 @contextlib.contextmanager
-def _config_server(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) -> Iterator[ConfigAddress]:
-    """Yield the address of the config server that the plan names; run one in this process where it asks for that.
+def _config_server(
+    plan: LaunchPlan, secret: bytes, environ: Mapping[str, str], folder: Path | None
+) -> Iterator[ConfigAddress]:
+    """Yield the address of the config server that the plan names; start one where it asks for that.
 
     Raises:
         ConfigError: the server's port cannot be used.
     """
     options = plan.options
-    token = environ.get("PLIANT_TOKEN", "")
-    if not options.follows_builtin:
-        yield ConfigAddress(options.config_server, token)
+    if options.config_server and not options.follows_builtin:
+        yield ConfigAddress(options.config_server, find_token(options.config_server, environ))
         return
-    if not token and not ipaddress.ip_address(plan.head.host).is_loopback:
-        # One that only the job's members can derive.
-        token = hmac.new(secret, b"config-server", hashlib.sha256).hexdigest()
+    token = environ.get("PLIANT_TOKEN") or job_token(secret)
+    if not options.follows_builtin:
+        yield ConfigAddress("", token)
+        return
     if not plan.is_head:
         yield ConfigAddress("", token)  # the URL comes with the head's welcome
         return
-    from pliant.elastic.membership import Limits
-    from pliant.elastic.server import ConfigServer, ServerConfig
+    from pliant.launch.job_server import JobServer
 
-    config = ServerConfig(
-        host=plan.self_host,
-        port=options.builtin_config_port,
-        limits=Limits(hosts=plan.hosts, ports=options.port_range),
-        token=token,
-    )
-    with ConfigServer(config).running() as server:
-        hint = "; requests need the token in PLIANT_TOKEN, set it to choose one" if token else ""
-        log.info("config server at %s%s", server.url, hint)
+    limits = Limits(hosts=plan.hosts, ports=options.port_range)
+    with (
+        JobServer(plan.self_host, options.builtin_config_port, limits, token, environ, folder) as server,
+        token_kept(plan.self_host, server.port, token, environ) as file,
+    ):
+        log.info("config server at %s (token in %s)", server.url, file or "PLIANT_TOKEN")
         yield ConfigAddress(server.url, token)
 
 
@@ -211,49 +214,58 @@ def _make_sender(config: ConfigAddress) -> ConfigSender:
 
 
 def _follow_server(
-    offered: View | None, events: EventQueue, config: ConfigAddress, timeout_s: float, stack: contextlib.ExitStack
+    offered: View | None,
+    limits: Limits,
+    events: EventQueue,
+    sender: ConfigSender,
+    config: ConfigAddress,
+    timeout_s: float,
+    stack: contextlib.ExitStack,
 ) -> None:
-    """Offer the config server its first view, and post every state that it has from then on.
+    """Offer the config server its first view, and post every state that it has from then on; `sender` learns of which job.
 
     Raises:
         ClusterCleared: the last job of the config server has ended, and nobody has reset it.
         ConfigError: the server's address is wrong, or it refuses.
         LaunchError: the server does not answer in time.
     """
-    from pliant.elastic.client import ConfigFollower
+    from pliant.elastic.client import ConfigFollower, reset_remedy
 
-    snapshot = _offer_view(config, offered, timeout_s)
+    snapshot = _offer_view(config, offered, limits, timeout_s)
     wanted = snapshot.wanted
     if wanted.cleared or snapshot.membership.over:
         how = "was told to stop" if wanted.cleared else "has finished"
         raise ClusterCleared(
             f"config server {config.url}: the last job there {how} (version {wanted.version}); "
-            f"reset it first, as with `curl {urljoin(config.url, '/reset')}` (with a token: -H 'Authorization: Bearer TOKEN')"
+            f"{reset_remedy(config.url)}"
         )
     if wanted.view is None:
         log.info("waiting to be added: no view is set at %s", config.url)
 
     def post(latest: ClusterSnapshot) -> None:
-        events.post(StateChanged(latest.wanted.view, latest.membership))
+        sender.job = latest.id
+        events.post(StateChanged(latest.wanted.view, latest.membership, latest.restored))
 
     post(snapshot)
-    follower = ConfigFollower(config.url, config.token, post)
+    follower = ConfigFollower(config.url, config.token, post, on_contact=lambda why: events.post(ServerContact(why)))
     stack.callback(follower.stop)
     follower.start(snapshot)
 
 
-def _offer_view(config: ConfigAddress, offered: View | None, timeout_s: float) -> ClusterSnapshot:
+def _offer_view(
+    config: ConfigAddress, offered: View | None, limits: Limits | None, timeout_s: float
+) -> ClusterSnapshot:
     """Put `offered` if the server has no view yet; return the server's state after that."""
-    from pliant.elastic.client import ConfigClient
+    from pliant.elastic.client import open_client
 
     deadline_s, say_at_s = time.monotonic() + timeout_s, time.monotonic() + SAY_S
-    with ConfigClient(config.url, config.token) as client:
+    with open_client(config.url, config.token) as client:
         while True:
             try:
                 snapshot = client.snapshot()
                 if snapshot.wanted.view is not None or offered is None:
                     return snapshot
-                client.put(offered, expected=snapshot.wanted.version)
+                client.put(offered, snapshot.wanted.version, limits)
             except StaleView:
                 continue  # somebody else put one just now: theirs counts
             except ServerUnavailable as error:
@@ -269,39 +281,24 @@ def _offer_view(config: ConfigAddress, offered: View | None, timeout_s: float) -
 
 
 @contextlib.contextmanager
-def serve_state(address: str, port: int, state: Callable[[], dict[str, object]]) -> Iterator[None]:
-    """Answer `GET /` with `state()` as JSON until the end of the block.
+def serve_state(address: str, port: int, token: str, state: Callable[[], dict[str, object]]) -> Iterator[None]:
+    """Answer `GET /` with `state()` as JSON until the end of the block, to requests with the token.
 
     Raises:
         ConfigError: the port cannot be used.
     """
-    import http.server  # few ask for it
+    from starlette.responses import Response  # few ask for it
 
-    class StateHandler(http.server.BaseHTTPRequestHandler):
-        timeout = 10
+    from pliant.elastic.http_server import listening, serving, single_page, uvicorn_config
 
-        def do_GET(self) -> None:
-            body = json.dumps(state(), indent=2).encode() + b"\n"
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer() -> Response:
+        return Response(json.dumps(state(), indent=2) + "\n", media_type="application/json")
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    class StateServer(http.server.ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-    try:
-        server = StateServer((address, port), StateHandler)
-    except OSError as error:
-        raise ConfigError(f"-debug-port {port} on {address}: {error.strerror}; give another one") from None
-    with server:
-        threading.Thread(target=server.serve_forever, args=(0.1,), name="debug", daemon=True).start()
-        log.info("state at http://%s:%d/", address, port)
+    with contextlib.ExitStack() as stack:
         try:
-            yield
-        finally:
-            server.shutdown()
+            listener = stack.enter_context(listening(address, port))
+        except ConfigError as error:
+            raise ConfigError(f"-debug-port {port} on {address}: {error}") from None
+        settings = uvicorn_config(single_page("/", answer, token), names=(address,))
+        stack.enter_context(serving(settings, listener, "debug"))
+        yield

@@ -22,19 +22,21 @@ from dataclasses import dataclass, field
 
 from pliant.cluster import Host
 from pliant.duration import format_duration
-from pliant.errors import ConfigError, LaunchError
+from pliant.errors import ENDED_EXIT, ConfigError, LaunchError
 from pliant.launch.events import handle_signals
 from pliant.launch.output import CONNECTED_LINE, Console, OutputReader, OutputStream, show_runner_lines
 from pliant.launch.processes import REMOTE_MODULE, RunnerOrder
 
 log = logging.getLogger(__name__)
 
-FORWARDED_PREFIXES = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
+FORWARDED_PREFIXES = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_", "ETCDCTL_")
 """Prefixes of the variables that are sent to the runners; all others are those of the host that they run on."""
 KEPT = ("PLIANT_SSH",)
 FORWARD_VARIABLE = "PLIANT_HAND_OVER"
 """The variable that names further variables to send, separated by commas."""
 SSH_FAILED = 255
+KILLED = (SSH_FAILED, 128 + signal.SIGKILL)
+"""What ssh ends with when the host, the connection or the runner there was killed."""
 NOT_STARTED = (126, 127)
 MARGIN_S = 10.0
 """How much longer than its workers' grace period a runner may take to end."""
@@ -56,6 +58,8 @@ class SshJob:
     secret: bytes = field(default=b"", repr=False)
     user: str = ""
     grace_s: float = 10.0
+    elastic: bool = False
+    """Whether the job goes on when a host is lost (`-w`)."""
 
     def order_for(self, host: Host) -> RunnerOrder:
         listed = ",".join(f"{_bracketed(each.address)}:{each.slots}" for each in self.hosts)
@@ -194,7 +198,8 @@ _SshEvent = tuple[_SshRunner, int] | int
 def run_over_ssh(job: SshJob) -> int:
     """Start a runner on every host, and wait until all have ended; return 0, or the exit code of the first failure.
 
-    The first failure, SIGINT and SIGTERM end all; a second signal does not wait. Call it from the main thread.
+    The first failure, SIGINT and SIGTERM end all; a second signal does not wait. A host that is lost is no failure of an
+    elastic job, as long as others are left. Call it from the main thread.
 
     Raises:
         ConfigError, LaunchError: before anything was started, or ssh itself cannot be.
@@ -212,23 +217,25 @@ def run_over_ssh(job: SshJob) -> int:
                 runner = _SshRunner(host, command, job.order_for(host), reader)
                 runners.append(runner)
                 threading.Thread(target=runner.attend, args=(events,), name=f"ssh-{host.address}", daemon=True).start()
-            code = _mind(runners, events, job.grace_s + MARGIN_S)
+            code, num_lost = _mind(runners, events, job.grace_s + MARGIN_S, elastic=job.elastic)
     finally:
         for runner in runners:
             runner.end()
             runner.kill()
         reader.finish()
     if code == 0:
-        summary = (
-            f"all {len(runners)}/{len(runners)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
-        )
+        done, lost = len(runners) - num_lost, f" ({num_lost} lost)" if num_lost else ""
+        summary = f"all {done}/{done} hosts finished{lost}, took {format_duration(time.monotonic() - begun_s)}\n"
         Console(1, coloured=False).write(summary.encode())
     return code
 
 
-def _mind(runners: Sequence[_SshRunner], events: queue.SimpleQueue[_SshEvent], patience_s: float) -> int:
-    """Wait until every ssh has ended; the first that fails ends the others."""
-    running, code = list(runners), 0
+def _mind(
+    runners: Sequence[_SshRunner], events: queue.SimpleQueue[_SshEvent], patience_s: float, *, elastic: bool
+) -> tuple[int, int]:
+    """Wait until every ssh has ended; return the exit code of the first failure, which ends the others, and how many hosts
+    were only lost."""
+    running, code, num_lost = list(runners), 0, 0
     deadline_s: float | None = None
     while running:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -243,17 +250,23 @@ def _mind(runners: Sequence[_SshRunner], events: queue.SimpleQueue[_SshEvent], p
         if isinstance(event, tuple):
             runner, ended = event
             running.remove(runner)
-            if ended == 0 or deadline_s is not None:
+            if ended == ENDED_EXIT and not code:
+                code = ended  # no failure: the others end by themselves
+            if ended in (0, ENDED_EXIT) or deadline_s is not None:
+                continue
+            if elastic and running and runner.out.arrived and ended in KILLED:
+                log.warning("%s; the job goes on without it", runner.why(ended))
+                num_lost += 1
                 continue
             log.error("%s", runner.why(ended))
-            code = code or ended
+            code = ended if code in (0, ENDED_EXIT) else code
         elif deadline_s is not None or event == signal.SIGKILL:
             for runner in running:
                 runner.kill()
             continue
         else:
-            code = code or 128 + event
+            code = 128 + event if code in (0, ENDED_EXIT) else code
         deadline_s = time.monotonic() + patience_s
         for runner in running:
             runner.end()
-    return code
+    return code, num_lost

@@ -7,6 +7,9 @@ An elastic job has begun once it has a member. Before that, and in a job whose p
 and a worker that is not wanted is told to end. After that, a crash is only a loss, and members that are no longer wanted
 leave by themselves, at the end of a step. Independent workers (`--independent`) never join, and count as begun from the
 start: each of them is replaced when it crashes, and the job is over when all have ended.
+
+A watched worker that is killed from outside is always only a loss, and is replaced at once, however often: machines come and
+go. Pauses and limits are for programs that fail by themselves.
 """
 
 from __future__ import annotations
@@ -14,20 +17,28 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Set
 from dataclasses import dataclass
+from enum import Enum
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
+from pliant.errors import ENDED_EXIT, GIVEN_UP, GIVEN_UP_EXIT, LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch import events
+from pliant.progress_board import ProgramFailure
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
 BLAME_WAIT_S = 5.0
 """How long to wait for the end of the worker that failed, after another one has ended because it had lost it."""
+STRANDED_S = 60.0
+"""A runner without workers waits so long for a config server that does not answer."""
 TIMEOUT_EXIT = 124
 NEVER_JOINED = (
     "the program ended without calling pliant.join(), so every worker did all of the work by itself: call it (see "
     "docs/coming-from.md), or add --plain if the workers are not meant to train together"
 )
+END_NOTICED_S = 0.5
+"""The others may see that a worker has been killed before its runner does. So one that they have given up has this long
+until it counts as one that lives, and is ended."""
+SILENT = "it was silent, and the others went on without it"
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
@@ -35,6 +46,36 @@ STEADY_S = 60.0
 QUICK_S = 10.0
 """A crash so soon after the start is likely to come again."""
 MAX_QUICK = 3
+KILL_WINDOW_S = 1.0
+MAX_REPEATS = 3
+"""If the same error comes at the same step so many times in a row, it will come again: the job ends."""
+MAX_KILLS = 3
+KILL_PAUSE_S = 0.5
+"""If so many workers are killed within `KILL_WINDOW_S`, each within that time of its start and before it has become a member,
+the replacement of the last one waits this long. Otherwise a runner whose workers something kills at their start would do nothing
+but fork."""
+
+
+# --- how a worker ended ---
+
+_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Cause(Enum):
+    """Why a worker ended before its work was done."""
+
+    PROGRAM = "program"
+    """It failed by itself: an exception, an exit code, a signal that a program brings on itself, or no memory."""
+    OUTSIDE = "outside"
+    """It was killed from outside, as by a scheduler that takes a machine back, or had lost another worker."""
+
+
+def cause_of(code: int, *, out_of_memory: bool = False) -> Cause:
+    """Return why a worker ended with `code` (negative: killed by that signal). A shell between it and the runner turns a signal
+    into an exit code."""
+    is_kill = -code in _KILLS or code - 128 in _KILLS
+    is_loss = code in (LOST_PEER_EXIT, GIVEN_UP_EXIT)
+    return Cause.OUTSIDE if (is_kill and not out_of_memory) or is_loss else Cause.PROGRAM
 
 
 def exit_code(code: int) -> int:
@@ -42,12 +83,14 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
     """Return `exit code 3`, or `killed by SIGSEGV`."""
     if code == PROGRAM_EXIT:
         return f"a mistake in the program (exit code {code})"
     if code == LOST_PEER_EXIT:
         return f"it has lost another worker (exit code {code})"
+    if code == GIVEN_UP_EXIT:
+        return f"{GIVEN_UP} (exit code {code})"
     if code == 128 + signal.SIGTERM:
         return f"ended by SIGTERM (exit code {code})"
     if code >= 0:
@@ -56,8 +99,7 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}{': the machine, or its container, was out of memory' if out_of_memory else ''}"
 
 
 def describe_arrival(old: View | None, new: View, host: str) -> str:
@@ -128,6 +170,11 @@ class HostState:
         """Whether a wanted worker has still to do its work. A crashed one is replaced by one with another address."""
         return worker.host == self._host and worker not in self.finished and worker not in self._crashed
 
+    @property
+    def reported_lost(self) -> frozenset[Worker]:
+        """Local workers that live, and that others have reported lost."""
+        return frozenset(self._reported_lost)
+
     def never_joined(self, worker: Worker) -> bool:
         """Whether a local worker has never been a member."""
         return worker not in self._joined
@@ -175,6 +222,11 @@ class HostState:
         self._crashed_members |= {worker}.intersection(self.membership.members)
 
     @property
+    def crashed(self) -> set[Worker]:
+        """Local workers that have crashed, and are still listed as wanted or as members."""
+        return self._crashed | self._crashed_members
+
+    @property
     def is_training(self) -> bool:
         """Whether some member still lives, as far as this runner knows."""
         return bool(set(self.membership.members) - self._crashed_members)
@@ -205,6 +257,9 @@ class Replacements:
         self._quick_before: dict[Worker, int] = {}
         self._num_quick = 0
         self._given_up = False
+        self._failure: ProgramFailure | None = None
+        self._num_failures = 0
+        self._killed_s: list[float] = []  # when workers were killed that had only just started
 
     def note_start(self, worker: Worker, at_s: float) -> None:
         self._started_s[worker] = at_s
@@ -215,8 +270,12 @@ class Replacements:
         """Note that `worker` became a member."""
         self._joined_s.setdefault(worker, at_s)
 
-    def decide(self, worker: Worker, at_s: float) -> tuple[bool, str]:
-        """Decide about a replacement for `worker`, which crashed: whether one comes, and what to tell the user."""
+    def decide(self, worker: Worker, cause: Cause, at_s: float) -> tuple[bool, str]:
+        """Decide about a replacement for `worker`, which was lost: whether one comes, and what to tell the user."""
+        if self._max_restarts == 0:
+            return False, "not replaced, as --max-restarts 0 says"
+        if cause is Cause.OUTSIDE:
+            return True, self._replace_killed(worker, at_s)
         is_quick = at_s - self._started_s.get(worker, at_s) < QUICK_S
         self._num_quick = self._quick_before.get(worker, 0) + 1 if is_quick else 0
         self._given_up = self._given_up or self._num_quick >= MAX_QUICK
@@ -233,6 +292,24 @@ class Replacements:
         self.due_s.append(at_s + pause_s)
         when = f"in {pause_s:g}s" if pause_s else "now"
         return True, f"replacing it {when} (restart {self._num_restarts} of {self._max_restarts})"
+
+    def is_hopeless(self, failure: ProgramFailure | None) -> bool:
+        """Note how the program of a member has failed; return whether that was the same error at the same step as the last
+        times, so that every replacement would only come to it again."""
+        self._num_failures = self._num_failures + 1 if failure == self._failure else 1
+        self._failure = failure
+        return failure is not None and self._num_failures >= MAX_REPEATS
+
+    def _replace_killed(self, worker: Worker, at_s: float) -> str:
+        """Replace a worker that was killed from outside, which says nothing about the program."""
+        pause_s = 0.0
+        if worker not in self._joined_s and at_s - self._started_s.get(worker, at_s) < KILL_WINDOW_S:
+            self._killed_s = [killed_s for killed_s in self._killed_s if at_s - killed_s < KILL_WINDOW_S] + [at_s]
+            pause_s = KILL_PAUSE_S if len(self._killed_s) >= MAX_KILLS else 0.0
+        self.due_s.append(at_s + pause_s)
+        return (
+            f"replacing it in {pause_s:g}s: workers are killed as soon as they start" if pause_s else "replacing it now"
+        )
 
     def note_view(self, added: Set[Worker], removed: Set[Worker]) -> None:
         """Note whom a new view adds to this host and whom it removes, other than by a loss.
@@ -293,15 +370,22 @@ class Supervisor:
         self._in_shadow: set[Worker] = set()
         """Local workers that were started to warm up."""
         self._replacements = Replacements(max_restarts)
+        self._given_up: dict[Worker, str] = {}
+        """Local workers that live, but are lost to the job, with the reason."""
+        self._kill_by_s: dict[Worker, float] = {}  # workers that the others have reported lost, and when they are ended
         self._bereaved: Worker | None = None  # the first worker that ended because it had lost another one
         self._blame_by_s = 0.0  # when it is blamed after all
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
+        self._ended_by = ""  # who has ended the job before its last step
         self._outcome: tuple[str, int] | None = None
         self._has_verdict = alone
         self._verdict_by_s: float | None = None
         self._status = ""
         self._was_listed = False
+        self._restored = 0
+        self._server_lost = ""  # why the config server cannot be reached; empty while it can
+        self._stranded_s: float | None = None  # since when there is neither a config server nor a local worker
         self._over = False
 
     @property
@@ -317,11 +401,15 @@ class Supervisor:
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due; None means that only events matter."""
-        waits = [*self.leaving.values(), *self._leave_by_s.values(), *self._replacements.due_s]
+        waits = [
+            *self.leaving.values(), *self._leave_by_s.values(), *self._replacements.due_s, *self._kill_by_s.values()
+        ]  # fmt: skip
         if self._verdict_by_s is not None and not self._has_verdict:
             waits.append(self._verdict_by_s)
         if self._bereaved is not None and not self.failed:
             waits.append(self._blame_by_s)
+        if self._stranded_s is not None and self._status != events.STRANDED:
+            waits.append(self._stranded_s + STRANDED_S)
         return min(waits, default=None)
 
     def handle(self, event: events.Event, at_s: float) -> list[events.Action]:
@@ -331,26 +419,32 @@ class Supervisor:
         reactions = self._react(event, at_s)
         reactions += self._fail_if_nobody_is_left(at_s)
         reactions += self._blame_bereaved(at_s)
+        reactions += self._give_up_if_stranded(at_s)
         # Workers are told to end before the user is told why, which may wait for the last lines of output.
-        actions = self._stop_workers(at_s) + reactions
+        actions = self._kill_given_up(at_s) + self._stop_workers(at_s) + reactions
         actions += self._request_replacements(at_s)
         actions += self._start_workers(at_s)
-        actions += self._send_status()
+        actions += self._send_status(at_s)
         actions += self._exit_if_over(at_s)
         return actions
 
     def _react(self, event: events.Event, at_s: float) -> list[events.Action]:
         match event:
-            case events.StateChanged(view, membership):
-                return self._on_state(view, membership, at_s)
-            case events.Exited(worker, code, joined):
-                return self._on_exit(worker, code, joined, at_s)
+            case events.StateChanged(view, membership, restored):
+                return self._on_state(view, membership, at_s) + self._repeat_losses(restored)
+            case events.Exited():
+                return self._on_exit(event, at_s)
+            case events.Stopped():
+                return self._on_stopped(event)
             case events.StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
                 if self._state.begun:
-                    return self._on_crash(worker, f"could not be started: {why}", 1, at_s)
+                    return self._on_loss(worker, f"could not be started: {why}", 1, Cause.PROGRAM, at_s)
                 return self._fail(f"worker {worker} could not be started: {why}", 1, at_s)
+            case events.ServerContact(why):
+                self._server_lost = why
+                return []
             case events.Interrupted(signum):
                 return self._on_signal(signum, at_s)
             case events.TimedOut(timeout):
@@ -362,7 +456,7 @@ class Supervisor:
             case events.NotReplaced(why):
                 self._replacements.note_refusal()
                 return [events.ShowMessage(f"no replacement: {why}")]
-            case events.Tick() | events.WarmProcessUp():
+            case events.Tick() | events.WarmProcessChanged():
                 return []
 
     def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[events.Action]:
@@ -379,15 +473,35 @@ class Supervisor:
             self._was_listed = self._was_listed or self._is_listed(view)
         for worker in self.running.keys() & set(membership.members):
             self._replacements.note_join(worker, at_s)
-        return messages
+        if not membership.over:
+            self._ended_by = ""  # with --keep, the next job has begun
+            return messages
+        return [*messages, *self._note_end(membership.ended_by)]
 
-    def _on_exit(self, worker: Worker, code: int, joined: bool, at_s: float) -> list[events.Action]:
+    def _note_end(self, by: str) -> list[events.Action]:
+        """Note that somebody has ended the job before its last step; empty if its program has run to its end."""
+        if not by or self._ended_by:
+            return []
+        self._ended_by = by
+        return [events.ShowMessage(f"the job was ended before its last step: {by}", True)]
+
+    def _repeat_losses(self, restored: int) -> list[events.Action]:
+        """Report again what a config server that was restored may not know."""
+        if restored <= self._restored:
+            return []
+        self._restored = restored
+        return [events.ReportLoss(worker, "it was lost before") for worker in sorted(self._state.crashed)]
+
+    def _on_exit(self, exited: events.Exited, at_s: float) -> list[events.Action]:
+        worker, code = exited.worker, exited.code
         self.running.pop(worker, None)
         self._leave_by_s.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
         had_shadow = worker in self._in_shadow
         self._in_shadow.discard(worker)
         ended = self._state.remove(worker)
+        given_up = self._given_up.pop(worker, "")
+        self._kill_by_s.pop(worker, None)
         if self.failed:
             return []  # it follows another's failure, so how it ended says nothing new
         is_wanted = worker in self._state.wanted
@@ -397,21 +511,66 @@ class Supervisor:
             self.num_started -= 1
             text = f"{worker.label} could not warm up alone: it is started again without, as all that come later"
             return [events.ShowMessage(text)]
-        if code == 0 and not (joined or was_told or self._plain or self._state.begun):
+        if code == 0 and not (exited.joined or was_told or self._plain or self._state.begun):
             return self._fail(NEVER_JOINED, PROGRAM_EXIT, at_s)
-        if code == 0 or (was_told and not ended.was_reported_lost):
+        if (code == 0 or was_told) and not ended.was_reported_lost:
             self.num_finished += 1
             return [] if was_told else self._on_good_end(worker, was_early=is_wanted and not ended.was_member)
-        what = describe_exit(code)
-        is_mistake = code == PROGRAM_EXIT and ended.was_member  # a new worker's own mistake does not end the others
-        if is_mistake or not self._state.begun or (self._state.over and is_wanted):
+        # The others may have noticed the end of its program before the process had ended.
+        given_up = given_up if code in (-signal.SIGKILL, GIVEN_UP_EXIT) and exited.failure is None else ""
+        what = given_up or (describe_exit(code, out_of_memory=exited.out_of_memory) if code else SILENT)
+        is_outside = code == 0 or was_told or cause_of(code, out_of_memory=exited.out_of_memory) is Cause.OUTSIDE
+        cause = Cause.OUTSIDE if is_outside or given_up else Cause.PROGRAM
+        # Nobody misses one that is stuck when others have done the last step; but somebody must have.
+        is_missed_by_nobody = (
+            given_up and self._state.begun and (self._state.finished or self.running or not self._alone)
+        )
+        if self._is_failure(code, cause, ended, is_wanted=is_wanted) and not is_missed_by_nobody:
             if code == LOST_PEER_EXIT:
                 if self._bereaved is None:
                     self._bereaved, self._blame_by_s = worker, at_s + BLAME_WAIT_S
                 return []
-            cause = f"worker {worker} failed: {what}"
-            return [events.ReportFailure(worker, what), *self._fail(cause, exit_code(code), at_s, is_said=True)]
-        return self._on_crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or ended.was_reported_lost)
+            text = f"worker {worker} failed: {what}"
+            return [events.ReportFailure(worker, what), *self._fail(text, exit_code(code), at_s, is_said=True)]
+        is_own = cause is Cause.PROGRAM and code != REFUSED_EXIT and ended.was_member and not self._state.over
+        if is_own and self._replacements.is_hopeless(exited.failure):
+            assert exited.failure is not None, "several were equal"
+            again = f"the same error at step {exited.failure.step}, {MAX_REPEATS} times in a row: {what}"
+            report = events.ReportFailure(worker, again, "failed like those before it", is_repeated=True)
+            return [report, *self._fail(f"worker {worker} failed: {again}", exit_code(code), at_s, is_said=True)]
+        is_missed = is_wanted or ended.was_reported_lost
+        return self._on_loss(worker, what, exit_code(code), cause, at_s, is_wanted=is_missed)
+
+    def _is_failure(self, code: int, cause: Cause, ended: EndedWorker, *, is_wanted: bool) -> bool:
+        """Return whether this end of a worker ends the job, rather than being a loss."""
+        if code == 0:
+            return False
+        if code == PROGRAM_EXIT and ended.was_member:  # a new worker's own mistake does not end the others
+            return True
+        if not self._state.begun:
+            return not (self._watch and cause is Cause.OUTSIDE and code != LOST_PEER_EXIT)
+        return self._state.over and is_wanted
+
+    # --- workers that the others have given up, or are about to ---
+
+    def _on_stopped(self, stopped: events.Stopped) -> list[events.Action]:
+        """End a worker whose process has been stopped for too long, if there are others that wait for it."""
+        worker, elsewhere = stopped.worker, [each for each in self._state.known if each.host != self._host]
+        if worker not in self.running or worker in self.leaving or self.failed:
+            return []
+        if not (stopped.others_run or elsewhere) and not self._state.over:
+            return []  # somebody lets the whole job pause
+        why = self._given_up[worker] = f"its process was stopped for {stopped.for_s:.0f} s"
+        report = [events.ReportLoss(worker, why)] if self._state.begun and not self._state.over else []
+        return [*report, events.KillWorker(worker, f"is of no use: {why}")]
+
+    def _kill_given_up(self, at_s: float) -> list[events.Action]:
+        """End workers that the others have reported lost though they live: they cannot come back into the job."""
+        found = self._state.reported_lost & self.running.keys() - self._given_up.keys() - self.leaving.keys()
+        self._kill_by_s = {worker: self._kill_by_s.get(worker, at_s + END_NOTICED_S) for worker in sorted(found)}
+        due = [worker for worker, by_s in self._kill_by_s.items() if at_s >= by_s]
+        self._given_up |= dict.fromkeys(due, GIVEN_UP)
+        return [events.KillWorker(worker, f"is of no use: {GIVEN_UP}", unless_ending=True) for worker in due]
 
     def _on_good_end(self, worker: Worker, *, was_early: bool) -> list[events.Action]:
         """React to a worker that ended with 0, and by itself."""
@@ -427,22 +586,25 @@ class Supervisor:
             return [events.ReportLoss(worker, why), events.ShowMessage(f"lost {worker.label}: {why}")]
         return []
 
-    def _on_crash(
-        self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True
+    def _on_loss(
+        self, worker: Worker, what: str, code: int, cause: Cause, at_s: float, *, is_wanted: bool = True
     ) -> list[events.Action]:
-        """React to a loss in a job that has begun."""
+        """React to the end of a worker that does not end the job."""
         self._state.add_crash(worker)
         self.num_lost += 1
         is_replaced = False
-        if self._state.over or not is_wanted:
+        if self._state.over:
+            then = "the job is over"
+        elif not is_wanted:
             then = "it was told to leave anyway"
         elif code == PROGRAM_EXIT:
             then = "another one would make the same mistake, so it is not replaced (see its messages)"
         elif code == REFUSED_EXIT:
             then = "the job refused it, so it is not replaced (its own message says why)"
         else:
-            is_replaced, then = self._replacements.decide(worker, at_s)
-        if not (self._independent and is_replaced):
+            is_replaced, then = self._replacements.decide(worker, cause, at_s)
+        # After the end of the job, others have done its last step.
+        if not (self._state.over or (self._independent and is_replaced)):
             self._last_crash = (worker, what, code)
         return [events.ReportLoss(worker, what), events.ShowMessage(f"lost {worker.label}: {what}; {then}")]
 
@@ -467,6 +629,24 @@ class Supervisor:
         report = events.ReportFailure(worker, describe_exit(LOST_PEER_EXIT), "ended")
         cause = f"worker {worker} has lost another worker"
         return [report, *self._fail(cause, LOST_PEER_EXIT, at_s, is_said=True)]
+
+    def _is_stranded(self, at_s: float) -> bool:
+        """Whether no worker is left here, and none can be started because the config server has not answered for long."""
+        is_left = not (self.running or self._keep or self.failed or self._state.over)
+        if not (is_left and self._server_lost):
+            self._stranded_s = None
+        elif self._stranded_s is None:
+            self._stranded_s = at_s
+        return self._stranded_s is not None and at_s >= self._stranded_s + STRANDED_S
+
+    def _give_up_if_stranded(self, at_s: float) -> list[events.Action]:
+        return self._fail(self._why_stranded(), 1, at_s) if self._is_stranded(at_s) and self._alone else []
+
+    def _why_stranded(self) -> str:
+        return (
+            f"no worker is left on {self._host}, and for {STRANDED_S:g} s none could come, because the config server is away "
+            f"({self._server_lost}): start it again, and then the job, with `--resume auto` if it has checkpoints"
+        )
 
     def _on_runner_gone(self, host: str, was_head: bool, at_s: float) -> list[events.Action]:
         """React to the end of the runner on `host`, which takes its workers with it."""
@@ -504,6 +684,8 @@ class Supervisor:
         if self._has_verdict:
             return []
         self._has_verdict = True
+        if code == ENDED_EXIT:
+            return self._note_end(cause)
         if not cause or (self._outcome is not None and self._outcome[0] == cause):
             return []
         # What failed here may only have followed: the head saw what came first.
@@ -586,12 +768,18 @@ class Supervisor:
     def _is_listed(self, view: View) -> bool:
         return any(runner.host == self._host for runner in view.runners)
 
-    def _send_status(self) -> list[events.Action]:
-        status = events.FAILED if self.failed else self._current_status()
+    def _send_status(self, at_s: float) -> list[events.Action]:
+        is_stranded = self._is_stranded(at_s)
+        status = events.FAILED if self.failed else events.STRANDED if is_stranded else self._current_status()
         if status == self._status:
             return []
         self._status = status
-        return [] if status == events.FAILED else [events.SendStatus(status)]
+        if is_stranded:
+            return [events.SendStatus(status, self._why_stranded(), 1)]
+        if status == events.FAILED:
+            return []
+        is_ended = bool(self._ended_by) and status == events.DONE
+        return [events.SendStatus(status, self._ended_by, ENDED_EXIT) if is_ended else events.SendStatus(status)]
 
     def _exit_if_over(self, at_s: float) -> list[events.Action]:
         if self.running:
@@ -601,7 +789,7 @@ class Supervisor:
             code = self._outcome[1]
         else:
             is_done = self._current_status() == events.DONE if self._alone else self._has_verdict
-            must_wait, code = not is_done, 0
+            must_wait, code = not is_done, ENDED_EXIT if self._ended_by else 0
         if must_wait:
             return []
         self._over = True

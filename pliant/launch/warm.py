@@ -1,7 +1,8 @@
 """The warm process: it has imported torch once, and forks a worker from itself for each request.
 
 Started by the runner as a script with a socket as its stdin (`processes.WarmProcess` is the other end). It
-imports and forks, and starts no thread and no CUDA context, which a fork would not survive. A forked worker finds
+imports and forks, and starts no thread and no CUDA context, which a fork would not survive. A worker is forked twice, so that
+the kernel makes it a child of the runner: it ends with the runner, not with the warm process. A forked worker finds
 itself as if it had been started by `python FILE` or `python -m MODULE`: own session, own output, `__main__`, `sys.argv`,
 and the interpreter's own way out (exit codes, tracebacks, atexit); only who leaves a job that goes on takes a shorter one.
 
@@ -10,6 +11,7 @@ Nothing here needs more than the standard library, so that a program without tor
 
 from __future__ import annotations
 
+import _io
 import atexit
 import contextlib
 import gc
@@ -22,13 +24,15 @@ import runpy
 import socket
 import sys
 import threading
+import time
 import types
 
 from pliant.child import MAX_REQUEST_BYTES, die_with
+from pliant.process_priority import leave, step_aside, step_back, take_up
 from pliant.process_title import show_as
 
-NUM_DESCRIPTORS = 4
-"""A worker's stdout, its stderr, the socket that it listens on, and the eventfd by which it reports that it has joined."""
+MAX_DESCRIPTORS = 128
+"""Descriptors of a request at most: a worker's stdout and stderr, and those that it inherits."""
 
 
 def warm_up(imports: list[str]) -> None:
@@ -51,36 +55,58 @@ def _target(descriptor: str) -> str:
         return ""  # the one that listed the others
 
 
-def serve(requests: socket.socket) -> list[str] | None:
-    """Fork and reap workers on request. Return argv in a forked worker, and None in the warm process when the runner is gone."""
+def serve(requests: socket.socket, runner: int) -> list[str] | None:
+    """Fork workers on request. Return argv in a forked worker, and None in the warm process when the runner is gone."""
+    nice = step_aside()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not message:
             return None
         request = json.loads(message)
-        if "reap" in request:
-            # Not reaped before the runner says so: as long as it is a zombie, nobody else gets its number.
-            _, status = os.waitpid(request["reap"], 0)
-            requests.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
-            continue
-        parent = os.getpid()
         try:
-            pid = os.fork()
+            is_worker = _fork_orphan()
         except OSError as error:
+            is_worker = False
             requests.send(json.dumps({"error": error.strerror}).encode())
-        else:
-            if pid == 0:
-                # The worker itself answers, and only once signals to its group would reach it.
-                os.setsid()
-                die_with(parent)
+        if is_worker:
+            # The worker itself answers, and only once signals to its group would reach it.
+            os.setsid()
+            die_with(runner)
+            try:
                 requests.send(json.dumps({"pid": os.getpid()}).encode())
-                requests.close()
-                _settle(request["environ"], descriptors, request["inherited"])
-                argv = [str(word) for word in request["argv"]]
-                show_as(argv[1] if argv[0] == "-m" else argv[0], _rank())
-                return argv
+            except OSError:
+                os._exit(1)  # the runner has not waited so long
+            requests.close()
+            take_up(nice)
+            _settle(request["environ"], descriptors, request["inherited"])
+            argv = [str(word) for word in request["argv"]]
+            show_as(argv[1] if argv[0] == "-m" else argv[0], _rank())
+            return argv
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _fork_orphan() -> bool:
+    """Fork a process whose parent ends at once. Return True in that process when it has got another parent, and False here.
+
+    Raises:
+        OSError: the machine has no room for a process.
+    """
+    middle = os.fork()
+    if middle:
+        failure = os.waitstatus_to_exitcode(os.waitpid(middle, 0)[1])
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+        return False
+    parent = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError as error:
+        os._exit(error.errno or 1)
+    while os.getppid() == parent:
+        time.sleep(0.0001)  # nothing tells a process that its parent has changed
+    return True
 
 
 def _rank() -> int:
@@ -100,6 +126,7 @@ def _settle(environ: dict[str, str], descriptors: list[int], inherited: list[str
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.update(environ)
+    step_back()
     for name, descriptor in zip(inherited, more, strict=True):
         os.set_inheritable(descriptor, True)
         os.environ[name] = str(descriptor)
@@ -137,11 +164,13 @@ def end_at_once() -> None:
     """Exit with code 0, without taking the interpreter apart.
 
     Threads and exit functions end as usual, and open files are flushed. The rest would take longest in a fork, because it
-    touches, and so copies, all memory.
+    touches, and so copies, all memory. Whoever goes on shall not feel it.
     """
+    leave()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    opened = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase)]
+    # Not `io.IOBase`: it asks Python code about every type, and there are half a million objects.
+    opened = [thing for thing in gc.get_objects() if issubclass(type(thing), _io._IOBase)]
     for thing in (*opened, sys.stdout, sys.stderr):  # these were there before the fork, and are not listed
         with contextlib.suppress(Exception):
             thing.flush()
@@ -170,7 +199,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         warm_up(sys.argv[2].split(","))
         requests.send(b"{}")
-        argv = serve(requests)
+        argv = serve(requests, int(sys.argv[1]))
     if argv is None:
         os._exit(0)  # whatever the imports would do at exit is the workers' business
     try:

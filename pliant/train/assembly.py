@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,85 +17,48 @@ from pliant.comm.process_group import GroupOffer
 from pliant.elastic.member import Member
 from pliant.errors import TrainError
 from pliant.identity import WorkerSpec
-from pliant.train import determinism
-from pliant.train.adaptation import Adaptation, AdaptationSettings
+from pliant.progress_board import ProgressBoard
+from pliant.stall_rule import StallRule
+from pliant.tokens import job_token
+from pliant.train import backward_calls, determinism
+from pliant.train.adaptation import Adaptation
 from pliant.train.checkpoint import Checkpointing, set_initial_state
 from pliant.train.context import RngState, capture_rng, seeded_rng
+from pliant.train.current_step import CurrentStep
+from pliant.train.declared import Declared, JobSettings, Wrapped
 from pliant.train.deferred import DeferredUpdates, gate_evaluation
-from pliant.train.events import Listeners, Progress
-from pliant.train.feeder import Feeder
+from pliant.train.driver import PhaseDriver
+from pliant.train.events import Listeners, Progress, ViewChanges
 from pliant.train.gradient_probe import GradientProbe
 from pliant.train.gradients import GradientReducer
 from pliant.train.group_path import GroupPath
-from pliant.train.guard import EVERY, Guard
+from pliant.train.guard import Guard
+from pliant.train.heap import keep_freed_memory
 from pliant.train.job_state import JobState
+from pliant.train.lone_steps import LoneSteps
 from pliant.train.meeting import MeetingWatch
-from pliant.train.optim import AveragingOptimizer
+from pliant.train.outer_calls import OuterCalls
+from pliant.train.outer_code import OuterCode
 from pliant.train.outer_draws import Draws
+from pliant.train.pass_exchange import PassExchange, StallWatch
+from pliant.train.passes import Passes
+from pliant.train.phases import PhaseMachine
 from pliant.train.rendezvous import ViewRendezvous
-from pliant.train.replicas import Blocks, Replicas
+from pliant.train.step_batches import StepBatches
 from pliant.train.sync import SyncController, SyncTuner
 from pliant.train.trainer import Trainer
+from pliant.train.views import WorkerViews
 from pliant.train.wrapping import (
     check_tracked,
     defer_optimizer,
     describe_program,
+    device_of,
     hook_optimizer,
     make_probe,
     refuse_untracked_scalers,
     trainable_parameters,
     why_no_priority,
 )
-
-
-@dataclass(slots=True)
-class JobSettings:
-    """What `pliant.join` was given."""
-
-    replicas: int | None
-    level: determinism.Level
-    blocks: Blocks | None = None
-    seed: int | None = None
-    sync: str = "fifo"
-    slice_bytes: int | None = None
-    in_flight_bytes: int | None = None
-    adapting: AdaptationSettings = field(default_factory=AdaptationSettings)
-    gradients: str = "device"
-    """Where a worker with several replicas keeps the gradients of a GPU between turns: "device" or "host"."""
-    verify: int = EVERY
-    allow: tuple[str, ...] = ()
-    """Operators that may run without a deterministic kernel."""
-    order: Order | None = None
-    """How gradients are added; None for the default of the device."""
-
-
-@dataclass(slots=True)
-class Wrapped:
-    """What the program has given to `job.wrap`."""
-
-    models: list[torch.nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    averaging: AveragingOptimizer | None
-    find_unused: bool
-    cap_bytes: int | None
-    sync_buffers: bool
-
-
-@dataclass(slots=True)
-class Declared:
-    """What the program has declared before it trains."""
-
-    tracked: dict[str, Any] = field(default_factory=dict)
-    wrapped: Wrapped | None = None
-    data: tuple[Feeder, Replicas] | None = None
-    make_feeder: Callable[[], Feeder] | None = None
-    """Makes another feeder like that of `data`, for the warm-up of a new worker; None if that is not possible."""
-    rank_seed: tuple[int, RngState] | None = None
-    """The seed of replica 0, and the random state right after it was set."""
-    load_path: str = ""
-    """The checkpoint to start from; `auto` for the newest of the job's own."""
-    first: Progress = field(default_factory=Progress)
-    """Where the program begins, if it starts the job without such a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +68,7 @@ class JobServices:
     listeners: Listeners
     stack: contextlib.ExitStack
     """Is closed with the job."""
+    board: ProgressBoard
     request_workers: Callable[[int], None]
     notify: Callable[[str], None]
     notify_first: Callable[[str], None]
@@ -116,6 +80,7 @@ class Assembled:
     """The parts that the job itself uses."""
 
     trainer: Trainer
+    calls: OuterCalls
     rendezvous: ViewRendezvous
     checkpointing: Checkpointing
     probe: GradientProbe | None
@@ -136,7 +101,10 @@ def assemble(
         raise TrainError("the job has no data yet: call job.loader(dataset, batch_size=...) first, or use job.steps")
     feeder, replicas = data
     averaging, adapting, tracked = wrapped.averaging, settings.adapting, declared.tracked
-    device = next(wrapped.models[0].parameters()).device
+    # They may have been moved since they were wrapped.
+    device = device_of(wrapped.models, is_free=settings.level == "D0")
+    if device.type == "cpu":
+        keep_freed_memory()
     order = settings.order or default_order(device)
     follows_view = settings.replicas is None and spec is not None
     check_tracked(wrapped.optimizers, tracked)
@@ -149,14 +117,23 @@ def assemble(
     )
     parameters = [trainable_parameters(model) for model in wrapped.models]
     stalls = services.stack.enter_context(StallDetector(services.notify)) if wants_stall_detection() else None
-    watching: dict[str, Any] = {"stall_watch": stalls.watch} if stalls is not None else {}
+    stall_watch: StallWatch = stalls.watch if stalls is not None else lambda _: contextlib.nullcontext()
+    rule = StallRule(spec.stall_timeout_s if spec is not None else None)
+    meetings = MeetingWatch(services.board, rule, member.give_up if member.elastic else None)
+    services.stack.callback(meetings.close)
+
+    @contextlib.contextmanager
+    def await_sum(name: str) -> Iterator[None]:
+        with stall_watch(name), meetings.awaiting(f"the sum of {name}"):
+            yield
+
     deferred = DeferredUpdates(
         [parameter for _, parameter in parameters[0]],
         [name for name, _ in parameters[0]],
         can_undo=member.elastic,
         notify=services.notify_first,
         optimizers=wrapped.optimizers,
-        **watching,
+        stall_watch=await_sum,
     )
     deferring: dict[str, Any] = {"before_backward": deferred.unused_parameters} if tuner.may_defer else {}
     group = None
@@ -196,7 +173,13 @@ def assemble(
         sync_buffers=wrapped.sync_buffers,
     )
     directory, every = (spec.checkpoint_dir, spec.checkpoint_every) if spec is not None else ("", 0)
-    checkpointing = Checkpointing(state, directory, every, {"level": settings.level, "order": order}, services.notify)
+    program = describe_program(parameters, replicas, order, follows_view=follows_view)
+    program += f", {averaging.describe()}" if averaging is not None else ""
+    program += f", tracks {', '.join(sorted(tracked))}" if tracked else ""
+    listeners, about = services.listeners, dict[str, object](level=settings.level, order=order, program=program)
+    checkpointing = Checkpointing(state, directory, every, about, services.notify, listeners.wake)
+    listeners.add_occasional(lambda event: checkpointing.end_step(event, driver.wait_for_sums), every)
+    listeners.view.append(lambda _: listeners.wake())
     start_random = _start_random(settings.seed, declared.rank_seed, device)
 
     def start_job(had_state: bool) -> None:
@@ -209,16 +192,14 @@ def assemble(
             random=start_random,
             first=declared.first,
             order=order,
+            program=program,
             notify=services.notify,
         )
 
     def before_end(is_between_steps: bool) -> None:
-        if trainer.is_first:
+        if views.rank == 0:
             checkpointing.write_last(is_between_steps=is_between_steps)
 
-    program = describe_program(parameters, replicas, order, follows_view=follows_view)
-    program += f", {averaging.describe()}" if averaging is not None else ""
-    program += f", tracks {', '.join(sorted(tracked))}" if tracked else ""
     rendezvous = ViewRendezvous(
         member,
         state,
@@ -227,41 +208,72 @@ def assemble(
         settings.level,
         start_job,
         before_end,
+        lambda engine: meetings.begin(engine, -1, f"the change to view {engine.view.number}"),
     )
     if settings.level != "D0":
         watch = determinism.SettingsWatch(device, settings.verify)
-        services.listeners.commit.append(watch.end_step)
-        services.listeners.view.append(watch.enter_view)
+        listeners.add_occasional(watch.end_step, settings.verify)
+        listeners.view.append(watch.enter_view)
     if averaging is not None:
         averaging.attach(reducers[0], rendezvous.equalise)
     if adapting.metrics or adapting.tensorboard:
         from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
 
         worker = spec.worker if spec is not None else Worker("127.0.0.1", PortRange().begin)
-        start_exporters(adaptation, adapting, worker, services.stack, stalls)
+        token = "" if spec is None else spec.token or job_token(spec.secret)
+        start_exporters(adaptation, adapting, worker, token, services.stack, stalls)
     guard = Guard(state, settings.verify)
     state.is_guarded = guard.is_on and averaging is None
-    meetings = MeetingWatch()
-    services.stack.callback(meetings.close)
     member.max_members = None if follows_view else replicas.count
-    trainer = Trainer(
+    sync = SyncController(reducers, deferred, tuner)
+    watched = [each for reducer in reducers for each in reducer.parameters] if member.elastic else []
+    current = CurrentStep(progress, watched)
+    batches = StepBatches(feeder, replicas, progress, device)
+    outer = OuterCode(state, batches, device)
+    exchange = PassExchange(state, guard, stall_watch, device)
+    machine = PhaseMachine(elastic=member.elastic, keeps_start=sync.may_defer)
+    changes = ViewChanges(services.listeners.view)
+    views = WorkerViews(
         member,
         state,
-        rendezvous,
-        feeder,
-        deferred,
-        SyncController(reducers, deferred, tuner),
+        batches,
+        exchange,
+        sync,
         guard,
-        meetings,
-        services.listeners,
+        changes,
+        services.board,
         device,
         settings.blocks,
         follows_view=follows_view,
-        loss_scale=lambda: _loss_scale(tracked),
-        **watching,
     )
+    passes = Passes(machine, member, state, views, exchange, current, batches, outer, deferred, sync, guard)
+    driver = PhaseDriver(machine, member, state, rendezvous, views, passes, current, outer, deferred, meetings)
+    lone = LoneSteps(
+        machine, member, state, views, current, batches, outer, feeder, services.board, may_defer=sync.may_defer
+    )
+    trainer = Trainer(
+        member,
+        state,
+        driver,
+        views,
+        passes,
+        exchange,
+        lone,
+        current,
+        batches,
+        outer,
+        feeder,
+        deferred,
+        sync,
+        services.listeners,
+        services.board,
+        loss_scale=lambda: _loss_scale(tracked),
+    )
+    calls = OuterCalls(state, driver, views, current, batches, outer, trainer.settle, device)
     _hook_program(wrapped, tracked, trainer, services.stack, may_defer=tuner.may_defer)
-    return Assembled(trainer, rendezvous, checkpointing, probe)
+    for each in lone.watches:
+        services.stack.callback(backward_calls.listen(each.expect_backward))
+    return Assembled(trainer, calls, rendezvous, checkpointing, probe)
 
 
 def default_order(device: torch.device) -> Order:
@@ -283,9 +295,11 @@ def _hook_program(
 
     for optimizer in wrapped.optimizers:
         if may_defer:
-            defer_optimizer(optimizer, trainer.deferred, trainer.check_outer, lambda: trainer.is_taken_back, factor)
+            defer_optimizer(
+                optimizer, trainer.deferred, trainer.current.check_outer, lambda: trainer.is_taken_back, factor
+            )
         else:
-            stack.callback(hook_optimizer(optimizer, trainer.check_outer, factor))
+            stack.callback(hook_optimizer(optimizer, trainer.current, trainer.adaptation))
     if may_defer:
         stack.callback(gate_evaluation(wrapped.models[0], trainer.deferred))
     stack.callback(refuse_untracked_scalers(tracked))

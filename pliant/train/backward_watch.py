@@ -1,15 +1,14 @@
 """Notices the backward of a turn where gradients stay where backward puts them: one worker, one replica.
 
-The hook of a single parameter counts; nothing else happens in backward. A backward that does not reach that parameter is
-noticed by the gradients that it leaves.
+No parameter has a hook, and nothing happens in backward. The gradients are looked at when the program calls backward once more
+in the same turn, and when the turn ends.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from pliant.train.gradients import GradientReducer
+from pliant.train.gradients import GradientReducer, has_any_gradient
 
 
 class BackwardWatch:
@@ -17,56 +16,72 @@ class BackwardWatch:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
-        self._hook: RemovableHandle | None = None
-        self._is_on = self._has_accumulated = False
-        self._count = 0
-        """The backwards of this turn that reached the parameter with the hook, without those in `job.no_sync`."""
+        self.is_on = self._has_call = self._accumulates = self._is_expecting = self._handed_in = False
+        """Whether the present turn is this watch's own; whether it has called backward; whether one of the calls was in
+        `job.no_sync`; whether gradients that come, or change, are those of a backward that counts; whether there was one."""
+        self._marks: list[tuple[torch.Tensor, int] | None] | None = None
+        """The gradients before the last backward; None if there were none."""
 
-    def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def begin_turn(self, *, begins_step: bool) -> None:
+    def begin_turn(self, begins_step: bool) -> None:
         """Begin the pass and its only turn. Where there are gradients of earlier passes, the reducer itself tells new ones
         from them."""
-        self._reducer.begin_pass(begins_step=begins_step)
-        if not self._reducer.is_clean:
+        if not self._reducer.begin_clean_pass(begins_step):
+            self._reducer.begin_pass(begins_step=begins_step)
             self._reducer.begin_turn(0)
             return
-        if self._hook is None:
-            self._reducer.close()  # its own hooks, until its next turn
-            self._hook = self._reducer.parameters[0].register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-        self._is_on, self._has_accumulated, self._count = True, False, 0
+        self.is_on, self._is_expecting, self._marks = True, True, None
+        self._has_call = self._accumulates = self._handed_in = False
 
-    def _note(self, _: torch.Tensor) -> None:
-        if not self._is_on:
+    def expect_backward(self) -> None:
+        """The program calls backward: notice the one before."""
+        if not self.is_on:
+            self._reducer.expect_backward()
             return
-        if self._reducer.no_sync:
-            self._has_accumulated = True
-            return
-        self._count += 1
-        if self._count > 1:
-            self._reducer.refuse_second_backward(0)
+        if self._has_call and self._is_expecting:
+            self._notice()
+        self._has_call = True
+        if self._handed_in or self._accumulates:
+            self._marks = self._reducer.versions()
+        is_counted = not self._reducer.accumulates
+        self._accumulates = self._accumulates or not is_counted
+        self._is_expecting = is_counted or self._handed_in
+
+    def _notice(self) -> None:
+        if self._marks is None:
+            parameters = self._reducer.parameters
+            self._handed_in = parameters[-1].grad is not None or has_any_gradient(parameters)
+        elif changed := self._reducer.changed_since(self._marks):
+            if self._handed_in:
+                self._reducer.refuse_second_backward(changed[0])
+            self._handed_in = True
+        self._is_expecting = not self._handed_in
 
     @property
     def handed_in(self) -> bool:
         """Whether the turn has had the backward whose gradients count."""
-        if not self._is_on:
+        if not self.is_on:
             return self._reducer.handed_in
-        if self._count or self._has_accumulated:
-            return self._count > 0
-        return any(parameter.grad is not None for parameter in self._reducer.parameters)
+        if self._is_expecting:
+            self._notice()
+        return self._handed_in
 
     def hand_over(self) -> None:
         """Leave the rest of this turn to the reducer: it is not an ordinary one."""
-        if self._is_on:
-            self._is_on = False
-            self._reducer.begin_turn(0)
-            if self._has_accumulated and not self._count:
+        if self.is_on:
+            has_come = self.handed_in
+            self.is_on = False
+            self._reducer.begin_turn_of_clean_pass()
+            if self._accumulates and not has_come:
                 self._reducer.no_sync = True
                 self._reducer.no_sync = False  # so that it takes the present gradients for those of before
 
+    def end_pass(self) -> None:
+        """End the pass of a turn that is not this watch's own: it counts."""
+        self._reducer.end_pass()
+
     def end_turn(self) -> None:
-        self._is_on = False
-        self._reducer.end_turns()
+        """End the turn."""
+        if self.is_on:
+            self.is_on = False
+        else:
+            self._reducer.end_turns()

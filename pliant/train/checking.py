@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,7 @@ from pliant.train.state_parts import StatePart, digests_of, parts_of
 
 if TYPE_CHECKING:
     from pliant.cluster import Worker
-    from pliant.train.job import Job
-    from pliant.train.trainer import Trainer
+    from pliant.train.worker_run import WorkerRun
 
 NEWCOMER_WAIT_S = 120.0
 """How long the others wait for a new worker."""
@@ -29,21 +28,18 @@ class StepDigests:
 
     def __init__(
         self,
-        job: Job,
-        trainer: Trainer,
+        run: WorkerRun,
         worker: Worker,
         settings: CheckSettings,
-        replicas: int | None,
-        finish: Callable[[], None],
     ) -> None:
-        """Begin with the state before the first step. `replicas` is None if there is one per worker; `finish` ends the
-        job on all workers."""
-        self._job, self._state, self._settings = job, trainer.state, settings
-        self._wait_for_sums, self._finish = trainer.wait_for_sums, finish
+        """Begin with the state before the first step."""
+        trainer = run.need_trainer()
+        self._run, self._state, self._settings = run, trainer.state, settings
+        self._wait_for_sums = trainer.driver.wait_for_sums
         self._file = Path(settings.folder, f"{worker}.jsonl".replace(":", "-"))
-        if job.is_first:
+        if run.rank == 0:
             facts = {
-                "replicas": replicas,
+                "replicas": run.settings.replicas,
                 "averaging": trainer.averaging is not None,
                 "not_promised": trainer.adaptation.not_promised,
             }
@@ -61,7 +57,7 @@ class StepDigests:
         if event.rank == 0:
             self._write({"step": event.step - 1, "workers": event.num_workers, "digests": digests_of(self._parts())})
         if event.step >= settings.steps:
-            self._finish()
+            self._run.finish()
             raise Left("the steps to be checked are done")
         if event.step == settings.grow_at:
             self._grow()
@@ -79,10 +75,10 @@ class StepDigests:
 
     def _grow(self) -> None:
         """Wait for a new worker: in a few short steps it would come too late."""
-        job = self._job
-        job.resize(self._settings.grow_to)
+        run, member = self._run, self._run.member
+        run.resize(self._settings.grow_to)
         deadline_s = time.monotonic() + NEWCOMER_WAIT_S
-        while job.prepared_view <= job.view:
+        while member.prepared <= max(0, member.entered):
             if time.monotonic() > deadline_s:
                 raise TrainError(
                     f"the second worker did not join within {NEWCOMER_WAIT_S:g} s: see its messages above; if the program "

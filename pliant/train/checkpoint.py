@@ -3,6 +3,10 @@
 A checkpoint holds the whole state of a job at the end of one step; any number of workers can load it. Only the first
 worker writes, in the background, while training goes on. A file appears under its name only when it is complete and on
 the disk, and readers check its digest. A damaged file is reported, and the one before it is used.
+
+A directory may hold checkpoints of several runs. Each run has an id, which its checkpoints have in their metadata, and the
+directory says which run has begun in it last. A job that has lost all workers goes on from checkpoints of its own run only.
+To begin with a checkpoint of another run, the user names it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import contextlib
 import errno
 import logging
 import re
+import secrets
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,8 +25,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pliant.errors import CheckpointError, TrainError
+from pliant.files import write_atomic
 from pliant.train import determinism
-from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read_step, verify
+from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read_run, read_step, verify
 from pliant.train.context import DataPosition, ReplicaContext, RngState
 
 if TYPE_CHECKING:
@@ -42,11 +48,14 @@ class CheckpointWriter:
     `save` returns when the state is copied. A failure to write is reported with `notify`, and training goes on.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
+    def __init__(
+        self, directory: str | Path, keep: int = 2, notify: Callable[[str], None] = log.warning, run: str = ""
+    ) -> None:
+        """With a `run`, the directory says that this run has begun in it last, once there is room for that."""
         if keep < 1:
             raise TrainError(f"keep={keep}: at least 1 checkpoint must be kept")
         self.directory = Path(directory)
-        self._keep = keep
+        self._keep, self._run = keep, run
         self._notify = notify
         self._thread: threading.Thread | None = None
         self._copies: list[torch.Tensor] = []  # the last snapshot: the next one has mostly the same shapes
@@ -75,6 +84,8 @@ class CheckpointWriter:
     def _write(self, path: Path, image: CheckpointImage) -> None:
         try:
             image.write(path)
+            if self._run and run_in(str(self.directory)) != self._run:
+                _name_run(self.directory, self._run)
         except CheckpointError as error:
             self._notify(f"{error}. Training goes on; the next save tries again")
             return
@@ -105,15 +116,18 @@ def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warnin
     return read(found)
 
 
-def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log.warning) -> Path | None:
-    """Return the newest checkpoint of the directory whose digest is right; None if there is none.
+def newest_checkpoint(
+    directory: str | Path, notify: Callable[[str], None] = log.warning, run: str | None = None
+) -> Path | None:
+    """Return the newest checkpoint of the directory, or of this run there, whose digest is right; None if there is none.
 
     Files of others are skipped silently, our damaged ones with a warning.
     """
     found: list[tuple[int, float, Path]] = []
     for path in Path(directory).glob(f"*{SUFFIX}"):
         try:
-            found.append((read_step(path), path.stat().st_mtime, path))
+            if run is None or read_run(path) == run:
+                found.append((read_step(path), path.stat().st_mtime, path))
         except (CheckpointError, OSError) as error:
             if _step_of(path) is not None:
                 notify(f"{error}; trying an older one")
@@ -125,6 +139,40 @@ def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log
         else:
             return path
     return None
+
+
+# --- runs ---
+
+
+_RUN_FILE = ".pliant-run"
+"""Holds the id of the run that has begun last in a directory."""
+
+
+def begin_run(directory: str) -> str:
+    """Return a new id for a run, and write it to the directory of its checkpoints. Where that cannot be written to, the first
+    checkpoint will do it, or say so."""
+    run = secrets.token_hex(4)
+    if directory:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            _name_run(Path(directory), run)
+        except OSError:
+            with contextlib.suppress(OSError):  # this run must not go on from checkpoints of the one before
+                (Path(directory) / _RUN_FILE).unlink(missing_ok=True)
+    return run
+
+
+def _name_run(directory: Path, run: str) -> None:
+    """Write down which run has begun last in this directory."""
+    write_atomic(directory / _RUN_FILE, f"{run}\n")
+
+
+def run_in(directory: str) -> str:
+    """Return the id of the run that has begun last in this directory; empty if it is not known, as in version 0.1."""
+    try:
+        return (Path(directory) / _RUN_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _step_of(path: Path) -> int | None:
@@ -157,9 +205,16 @@ class Checkpointing:
     """Decides when a job writes checkpoints, and where."""
 
     def __init__(
-        self, state: JobState, directory: str, every: int, meta: dict[str, object], notify: Callable[[str], None]
+        self,
+        state: JobState,
+        directory: str,
+        every: int,
+        meta: dict[str, object],
+        notify: Callable[[str], None],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._state, self._notify = state, notify
+        """`wake` has `end_step` called after the step in progress, which else is called every so many steps only."""
+        self._state, self._notify, self._wake = state, notify, wake
         self._meta = {"torch": torch.__version__, **meta}
         """What a reader wants to know of the job: its level of determinism, its order."""
         self._directory, self._every = directory, every
@@ -173,6 +228,7 @@ class Checkpointing:
         if path:
             _file_name(0, Path(path).name)  # a name that cannot be is refused here and now
         self._asked = path
+        self._wake()
 
     def end_step(self, event: StepCommitted, wait_for_sums: Callable[[], bool]) -> None:
         """Write a checkpoint of the committed step, if one is due or asked for. The first worker does so.
@@ -185,6 +241,7 @@ class Checkpointing:
         is_due = self._every > 0 and event.step % self._every == 0
         if is_due and event.leaves_epoch and path is None:
             self._asked = ""
+            self._wake()
         elif (is_due or path is not None) and event.rank == 0 and wait_for_sums():
             self.write(path or "")
 
@@ -224,17 +281,18 @@ class Checkpointing:
     def write(self, path: str) -> None:
         """Write the present state, which is that of the last step that counts; without a path to the job's directory."""
         directory = Path(path).parent if path else Path(self._directory or ".")
+        state, progress = self._state.read(), self._state.progress
+        contexts, run = state.pop("contexts"), str(state.pop("run"))
         if self._writer is None or self._writer.directory != directory:
             self.flush()
-            self._writer = CheckpointWriter(directory, notify=self._notify)
-        state, progress = self._state.read(), self._state.progress
-        contexts = state.pop("contexts")
+            is_own = str(directory) == self._directory
+            self._writer = CheckpointWriter(directory, notify=self._notify, run=run if is_own else "")
         self._writer.save(
             Checkpoint(
                 step=progress.step,
                 epoch=progress.epoch,
                 num_replicas=self._state.replicas.count,
-                meta=self._meta,
+                meta={**self._meta, "run": run},
                 state=state,
                 contexts=contexts,
             ),
@@ -252,6 +310,7 @@ def set_initial_state(
     random: Callable[[int], RngState],
     first: Progress,
     order: str,
+    program: str = "",
     notify: Callable[[str], None],
 ) -> None:
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
@@ -262,6 +321,7 @@ def set_initial_state(
         random: returns the random state that a replica starts with.
         first: where the program begins, if not from a checkpoint.
         order: how the job adds gradients.
+        program: describes the program; it is told if another one has written the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a job with another number of replicas or another order.
@@ -282,14 +342,17 @@ def set_initial_state(
                 f"that is another experiment; use replicas={loaded.num_replicas}"
             )
         _check_order(path, loaded, order)
+        theirs = str(loaded.meta.get("program", ""))
+        if theirs and program and theirs != program:
+            notify(f"warning: {path} was written by another program: {theirs} there, {program} here")
         state.adaptation.resumed_at = loaded.step  # before the load, which tells what it goes on with
         state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
         notify(f"{lost}resumed from {path} at step {loaded.step}")
+        state.run = run_in(directory) if had_state else begin_run(directory)
         return
+    state.run = run_in(directory) if had_state else begin_run(directory)
     if had_state:
-        why = (
-            f"{directory} holds no whole checkpoint" if directory else "without --checkpoint-dir there is no checkpoint"
-        )
+        why = _why_none(directory, state.run) if directory else "without --checkpoint-dir there is no checkpoint"
         notify(f"{lost}beginning again at step {first.step}, because {why}")
     elif damaged:
         notify(f"no checkpoint in {directory} is whole: beginning at step {first.step}")
@@ -311,13 +374,24 @@ def _check_order(path: Path, loaded: Checkpoint, order: str) -> None:
         )
 
 
+def _why_none(directory: str, run: str) -> str:
+    """Return why a run that has lost its state finds no checkpoint to go on from."""
+    other = newest_checkpoint(directory, lambda _: None)
+    if other is None:
+        return f"{directory} holds no whole checkpoint"
+    return (
+        f"{directory} holds no whole checkpoint of this run ({run or 'without an id'}); {other.name} is of run "
+        f"{read_run(other) or 'without an id'}, and `--resume {other}` would begin with it"
+    )
+
+
 def _find_start(asked: str, directory: str, had_state: bool, notify: Callable[[str], None]) -> Path | None:
     """Return the checkpoint that a job starts with, if any; a job that has lost its state does not go back further than it
-    must."""
+    must. Checkpoints of other runs count only if they were asked for."""
     path = Path(asked) if asked not in ("", "auto") else None
     if asked != "auto" and not (had_state and directory):
         return path
-    newest = newest_checkpoint(directory, notify)
+    newest = newest_checkpoint(directory, notify, None if asked == "auto" else run_in(directory))
     if path is not None and path.is_dir():
         path = newest_checkpoint(path, notify)
     if newest is None or path is None:

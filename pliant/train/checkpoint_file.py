@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from pliant.errors import CheckpointError, TrainError, reason
-from pliant.files import hold_lock, is_locked
+from pliant.files import PRIVATE_MODE, hold_lock, is_locked
 from pliant.train import state_tree
 
 FORMAT = "2"
@@ -121,6 +121,7 @@ class CheckpointImage:
                 serialize_file(specs, written, metadata)
             except SafetensorError as error:
                 raise _as_os_error(error) from None
+            written.chmod(PRIVATE_MODE)  # versions of the library differ; it may hold samples of the data
             _sync_to_disk(written)
             written.replace(path)
         _sync_to_disk(path.parent)  # the new name, too, must survive a power cut
@@ -137,6 +138,16 @@ def read_step(path: Path) -> int:
     """Return the step of a checkpoint without a look at its tensors; raise CheckpointError if it is none."""
     with _opened(path) as file:
         return int(_checked_metadata(file, path)["step"])
+
+
+def read_run(path: Path) -> str:
+    """Return the id of the run that wrote a checkpoint, empty if it has none; raise CheckpointError if it is no checkpoint."""
+    with _opened(path) as file:
+        metadata = _checked_metadata(file, path)
+    try:
+        return str(json.loads(metadata["meta"]).get("run", ""))
+    except (KeyError, ValueError, AttributeError):
+        raise CheckpointError(f"{path} is damaged: its metadata has no meta") from None
 
 
 def read(path: Path) -> Checkpoint:

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Subset
 from pliant.child import die_with
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError, TrainError
+from pliant.train.outer_calls import OuterCalls
 from pliant.train.rendezvous import spread_state
 from pliant.train.replica_copies import is_map
 from pliant.train.shadow import Shadow, Unknown
 from pliant.train.state_tree import flatten
-from pliant.train.trainer import Trainer
 
 Figures = dict[str, Any]
 NO_EVALUATION = (
@@ -38,7 +38,7 @@ NO_EVALUATION = (
 class ShardedEvaluation:
     """One evaluation of a dataset: an iterator over batches, and the totals afterwards."""
 
-    def __init__(self, trainer: Trainer | Shadow, dataset: Any, options: dict[str, Any]) -> None:
+    def __init__(self, calls: OuterCalls | Shadow, dataset: Any, options: dict[str, Any]) -> None:
         """`options` are those of torch's DataLoader."""
         refused = {"shuffle", "sampler", "batch_sampler"} & set(options)
         if refused:
@@ -54,7 +54,7 @@ class ShardedEvaluation:
             DataLoader(dataset, **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"job.evaluate: {error}. It takes the options of torch's DataLoader") from None
-        self._trainer, self._dataset, self._options = trainer, dataset, options
+        self._calls, self._dataset, self._options = calls, dataset, options
         self._figures: Figures = {}
         """The figures of the shard in progress."""
         self.is_running = self._is_left = False
@@ -75,32 +75,32 @@ class ShardedEvaluation:
         return self.totals
 
     def __iter__(self) -> Iterator[Any]:
-        trainer, done = self._trainer, dict[int, tuple[dict[str, float], bytes]]()
-        trainer.begin_shards("job.evaluate")
-        count = trainer.replicas.count
-        shards = trainer.share_of(range(count))
+        calls, done = self._calls, dict[int, tuple[dict[str, float], bytes]]()
+        calls.begin_shards("job.evaluate")
+        count = calls.replicas.count
+        shards = calls.share_of(range(count))
         self.is_running = True
         try:
             while True:
                 for shard in shards:
                     self._figures = {}
-                    trainer.begin_shard(shard)
-                    yield from itertools.islice(self._batches(shard, count), 1 if isinstance(trainer, Shadow) else None)
+                    calls.begin_shard(shard)
+                    yield from itertools.islice(self._batches(shard, count), 1 if isinstance(calls, Shadow) else None)
                     figures = {name: _number(name, value) for name, value in self._figures.items()}
-                    done[shard] = figures, trainer.end_shard(shard)
+                    done[shard] = figures, calls.end_shard(shard)
                 rows = self._gather(done)
                 found = {shard: (figures, state) for row in rows for shard, figures, state in json.loads(row)}
                 missing = [shard for shard in range(count) if shard not in found]
-                if not missing or isinstance(trainer, Shadow):
+                if not missing or isinstance(calls, Shadow):
                     break
-                shards = trainer.share_of(missing)
+                shards = calls.share_of(missing)
         except GeneratorExit:
             self._is_left = True
-            trainer.end_shards({})
+            calls.end_shards({})
             raise
         finally:
             self.is_running = False
-        trainer.end_shards({shard: base64.b64decode(found[shard][1]) for shard in found})
+        calls.end_shards({shard: base64.b64decode(found[shard][1]) for shard in found})
         self.totals = _add([found[shard][0] for shard in sorted(found)])
 
     def _gather(self, done: dict[int, tuple[dict[str, float], bytes]]) -> list[bytes]:
@@ -108,7 +108,7 @@ class ShardedEvaluation:
         row = json.dumps(
             [[shard, figures, base64.b64encode(left).decode()] for shard, (figures, left) in done.items()]
         ).encode()
-        return self._trainer.together(
+        return self._calls.together(
             lambda engine: engine.all_gather_bytes("shards", row), lambda: [row], "job.evaluate"
         )
 
@@ -146,34 +146,34 @@ def _add(shards: list[dict[str, float]]) -> dict[str, float]:
     return totals
 
 
-def run_on_replicas(trainer: Trainer | Shadow, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
+def run_on_replicas(calls: OuterCalls | Shadow, function: Callable[[int], Any], *, draws: bool) -> list[Any]:
     """Return what `function` returns for each replica. The replicas are dealt over the workers that there are."""
-    if isinstance(trainer, Shadow):
-        return [function(trainer.replica)] * trainer.replicas.count
-    trainer.begin_shards("job.on_replicas")
-    count, done = trainer.replicas.count, dict[int, tuple[Any, bytes]]()
-    replicas = trainer.share_of(range(count))
+    if isinstance(calls, Shadow):
+        return [function(calls.replica)] * calls.replicas.count
+    calls.begin_shards("job.on_replicas")
+    count, done = calls.replicas.count, dict[int, tuple[Any, bytes]]()
+    replicas = calls.share_of(range(count))
     while True:
         for replica in replicas:
-            trainer.begin_shard(replica)
+            calls.begin_shard(replica)
             result = function(replica)
             flatten(result, "the result of job.on_replicas")
-            done[replica] = result, trainer.end_shard(replica)
+            done[replica] = result, calls.end_shard(replica)
 
         def ask(engine: Engine) -> list[Any]:
             return [spread_state(engine, done if engine.rank == rank else None, rank) for rank in range(engine.size)]
 
-        rows = trainer.together(ask, lambda: [done], "job.on_replicas")
+        rows = calls.together(ask, lambda: [done], "job.on_replicas")
         found = {replica: each for row in rows for replica, each in cast(dict[int, tuple[Any, bytes]], row).items()}
         missing = [replica for replica in range(count) if replica not in found]
         if not missing:
             break
-        replicas = trainer.share_of(missing)
-    trainer.end_shards({replica: left for replica, (_, left) in found.items()} if draws else {})
+        replicas = calls.share_of(missing)
+    calls.end_shards({replica: left for replica, (_, left) in found.items()} if draws else {})
     return [found[replica][0] if replica in found else None for replica in range(count)]
 
 
-def all_reduce(trainer: Trainer | Shadow, value: Any, op: str) -> Any:
+def all_reduce(calls: OuterCalls | Shadow, value: Any, op: str) -> Any:
     """Return the sum of a number or tensor over all workers; or with another `op` the "mean", "max" or "min"."""
     if op not in ("sum", "max", "min", "mean"):
         raise ConfigError(f"job.all_reduce(op={op!r}): use 'sum', 'mean', 'max' or 'min'")
@@ -187,38 +187,38 @@ def all_reduce(trainer: Trainer | Shadow, value: Any, op: str) -> Any:
         engine.all_reduce("outer", host.view(-1), op="sum" if op == "mean" else op, order="ddp").wait()
         return host / engine.size if op == "mean" else host
 
-    found = trainer.together(ask, lambda: own.clone(), "job.all_reduce")
+    found = calls.together(ask, lambda: own.clone(), "job.all_reduce")
     return found.to(value.device) if isinstance(value, torch.Tensor) else float(found)
 
 
-def gather(trainer: Trainer | Shadow, value: Any) -> list[Any]:
+def gather(calls: OuterCalls | Shadow, value: Any) -> list[Any]:
     """Return what each worker has given, in the order of ranks."""
     try:
         data = json.dumps(value).encode()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"job.gather({value!r:.60}): use numbers, strings, and lists and dicts of them") from error
-    rows = trainer.together(lambda engine: engine.all_gather_bytes("outer", data), lambda: [data], "job.gather")
+    rows = calls.together(lambda engine: engine.all_gather_bytes("outer", data), lambda: [data], "job.gather")
     return [json.loads(row) for row in rows]
 
 
-def run_on_first(trainer: Trainer | Shadow, function: Callable[[], Any]) -> Any:
+def run_on_first(calls: OuterCalls | Shadow, function: Callable[[], Any]) -> Any:
     """Return what `function` returns on the first worker. It runs there once, with the random state of replica 0."""
-    if isinstance(trainer, Shadow):
+    if isinstance(calls, Shadow):
         return Unknown()  # the function may write files
-    trainer.begin_shards("job.on_first")
+    calls.begin_shards("job.on_first")
     results: list[dict[str, Any]] = []
 
     def run() -> dict[str, Any]:
         if not results:
-            trainer.begin_shard(0)
+            calls.begin_shard(0)
             result = function()
             flatten(result, "the result of job.on_first")  # refuses what could not travel, also where nothing has to
-            results.append({"result": result, "left": trainer.end_shard(0)})
+            results.append({"result": result, "left": calls.end_shard(0)})
         return results[0]
 
     def ask(engine: Engine) -> Any:
         return spread_state(engine, run() if engine.rank == 0 else None)
 
-    found = trainer.together(ask, run, "job.on_first")
-    trainer.end_shards({0: found["left"]})
+    found = calls.together(ask, run, "job.on_first")
+    calls.end_shards({0: found["left"]})
     return found["result"]

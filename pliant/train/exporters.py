@@ -13,17 +13,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from pliant.adapt import Observation
 from pliant.adapt.monitors import StallDetector
 from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.comm.probe import latencies
+from pliant.elastic.http_server import listening, serving, single_page, uvicorn_config
 from pliant.errors import CommError, ConfigError
 from pliant.tensorboard import EventWriter
+from pliant.tokens import random_token, token_kept
 
 if TYPE_CHECKING:
     from pliant.train.adaptation import Adaptation, AdaptationSettings
@@ -33,12 +36,13 @@ def start_exporters(
     adaptation: Adaptation,
     settings: AdaptationSettings,
     worker: Worker,
+    token: str,
     stack: contextlib.ExitStack,
     stalls: StallDetector | None,
 ) -> None:
     """Start the exporters that were asked for, until `stack` is closed."""
     if settings.metrics:
-        metrics = MetricsServer(worker.host, worker.port, stalls)
+        metrics = MetricsServer(worker.host, worker.port, token, stalls)
         stack.callback(metrics.close)
         adaptation.view_listeners.append(metrics.enter_view)
         adaptation.listeners.append(metrics.publish)
@@ -61,8 +65,10 @@ _HIGHEST_PORT = 65535
 class MetricsServer(Collector):
     """The Prometheus page of one worker."""
 
-    def __init__(self, host: str, port: int, stalls: StallDetector | None = None) -> None:
+    def __init__(self, host: str, port: int, token: str = "", stalls: StallDetector | None = None) -> None:
         """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
+
+        Requests need the token. Without one it is random, and kept where `pliant.tokens` keeps them.
 
         Raises:
             ConfigError: this machine does not have the address.
@@ -80,20 +86,24 @@ class MetricsServer(Collector):
         registry.register(self)
         wanted = port + PORT_OFFSET
         try:
-            server, thread = start_http_server(wanted if wanted <= _HIGHEST_PORT else 0, host, registry)
-        except OSError:
-            try:
-                server, thread = start_http_server(0, host, registry)
-            except OSError as error:
-                raise ConfigError(f"metrics at {host}: {error.strerror}; use an address of this machine") from None
-        bound = int(server.server_port)
+            listener = self._stack.enter_context(listening(host, wanted if wanted <= _HIGHEST_PORT else 0))
+        except ConfigError:
+            listener = self._stack.enter_context(listening(host, 0))
+        bound = int(listener.getsockname()[1])
         if bound != wanted:
             log.warning("port %d is not free: metrics are at http://%s:%d/metrics", wanted, host, bound)
         self.address = f"http://{host}:{bound}/metrics"
         """The URL of the page."""
-        self._stack.callback(thread.join, 5)
-        self._stack.callback(server.server_close)
-        self._stack.callback(server.shutdown)
+
+        def answer() -> Response:
+            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+        if not token:
+            token = random_token()
+            file = self._stack.enter_context(token_kept(host, bound, token))
+            log.info("metrics at %s (token in %s)", self.address, file)
+        config = uvicorn_config(single_page("/metrics", answer, token), names=(host,))
+        self._stack.enter_context(serving(config, listener, "metrics-server"))
         sampler = threading.Thread(target=self._sample_on, name="metrics", daemon=True)
         sampler.start()
         self._stack.callback(sampler.join, LATENCY_TIMEOUT_S + 1)

@@ -175,7 +175,7 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
         The generators of this process must be those of the replica: its first batch of an epoch draws the base seed,
         and without loader processes the samples are made here.
         """
-        hosted = self._hosted_replica(replica)
+        hosted = self._hosted.get(replica) or self._hosted_replica(replica)
         if hosted.draws is not None:
             self._draw_indices(hosted, hosted.draws)
         elif hosted.base_seed is None:
@@ -184,11 +184,13 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
         if hosted.batch >= hosted.num_batches:
             hosted.ended = True
             raise StopIteration
-        number = hosted.batch
-        if self._options.num_workers == 0:
-            indices = self._take_indices(hosted, number)
-            hosted.batch += 1
-            data = fetch_batch(self._dataset, self._collate, indices, self._options.batches)
+        number, options = hosted.batch, self._options
+        if options.num_workers == 0:
+            draws = hosted.draws
+            indices = batch_indices(hosted.share, number, options) if draws is None else draws.pending.pop(number)
+            hosted.size = 1 if isinstance(indices, int) or not options.batches else len(indices)
+            hosted.batch = number + 1
+            data = fetch_batch(self._dataset, self._collate, indices, options.batches)
             if self._own_generators is not None:
                 self._own_generators.check()
             return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
@@ -204,7 +206,7 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
             self._running_pool().drop(track)
         hosted.batch += 1
         hosted.size = loaded.size
-        hosted.workers[number % self._options.num_workers] = loaded.state
+        hosted.workers[number % options.num_workers] = loaded.state
         if hosted.draws is not None:
             del hosted.draws.pending[number]
             hosted.draws.draw()
@@ -234,20 +236,15 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
             draws.draw()
         hosted.num_batches = draws.drawn
 
-    def _take_indices(self, hosted: _HostedReplica, number: int) -> Any:
+    def _indices_of(self, hosted: _HostedReplica, number: int) -> Any:
+        """Return the samples of a batch that a loader process makes."""
         if hosted.draws is None:
-            indices = batch_indices(hosted.share, number, self._options)
-        else:
-            indices = hosted.draws.pending[number]  # until it is taken
-        if self._options.num_workers == 0:
-            if hosted.draws is not None:
-                del hosted.draws.pending[number]
-            hosted.size = 1 if isinstance(indices, int) or not self._options.batches else len(indices)
-        return indices
+            return batch_indices(hosted.share, number, self._options)
+        return hosted.draws.pending[number]  # until it is taken
 
     def last_size(self, replica: int) -> int:
         """Return the number of samples in the batch that `replica` took last."""
-        return self._hosted_replica(replica).size
+        return (self._hosted.get(replica) or self._hosted_replica(replica)).size
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of samples of this epoch from the start of the next one on, as `DistributedSampler.set_epoch`.
@@ -274,7 +271,7 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
     def has_more(self, replicas: Sequence[int]) -> bool:
         """Return whether these replicas may have another batch in their epoch. With samplers of their own that is not
         known before they are asked for it, and `next` raises StopIteration."""
-        hosted = self._hosted_replica(replicas[0])
+        hosted = self._hosted.get(replicas[0]) or self._hosted_replica(replicas[0])
         return not hosted.ended if hosted.draws is not None else hosted.num_batches > hosted.batch
 
     def _make_hosted(self, replica: int, stream: DataPosition, turn: int, share: Indices) -> _HostedReplica:
@@ -409,7 +406,7 @@ class ReplicaLoader(PooledLoader[_HostedReplica]):
         return track
 
     def _request(self, hosted: _HostedReplica, track: int, number: int) -> None:
-        self._running_pool().load(track, number, self._take_indices(hosted, number))
+        self._running_pool().load(track, number, self._indices_of(hosted, number))
         hosted.tracks[number] = track
 
     def _receive(self, number: int) -> None:

@@ -76,9 +76,12 @@ def own_memory(gradients: GradientSet) -> None:
     Backward hands on views where it can: the gradients of `a` and `b` share their memory after `a.view(-1) + b.view(-1)`,
     or share it with what the rest of backward, or the program, still reads.
     """
-    for index, gradient in enumerate(gradients):
-        if _count_uses(gradient) != _SINGLE_USE:
-            gradients[index] = gradient.clone()
+    count = torch._C._storage_Use_Count
+    uses = [count(gradient.untyped_storage()._cdata) for gradient in gradients]
+    if uses.count(_SINGLE_USE) != len(uses):
+        for index, gradient in enumerate(gradients):
+            if _count_uses(gradient) != _SINGLE_USE:
+                gradients[index] = gradient.clone()
 
 
 class SetAdder:

@@ -6,15 +6,17 @@ gradients are taken at once and added on their device (`gradient_folds`). Else a
 that it is complete, and the engine sums it while backward goes on (`bucket_sums`); or a process group of torch does, where
 every worker has a GPU of its own (`group_path`). All parameters have hooks in the first
 turns only, to find the order in which gradients come. A replica has one backward per turn whose gradients are summed; what
-would lead to a wrong sum is refused.
+would lead to a wrong sum is refused. That is the same in all three ways: when the program calls backward again, or its turn
+ends, the gradients tell what the last backward has reached (`backward_calls`).
 
 While gradients of several replicas are summed, `.grad` belongs to the job from a turn's backward to the end of the loop over
 the step: it is None after the backward, and the average over all replicas after the loop. The gradients of a single replica
-are not touched at all.
+are not touched at all. (docs/training.md says what that means for programs.)
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -26,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.comm.order import Order
+from pliant.comm.order import Order, subtrees
 from pliant.errors import TrainError, Unsliceable
 from pliant.train.bucket_layout import BucketItem, BucketLayout, first_layout, in_memory_order, rebuilt_layout
 from pliant.train.bucket_sums import BucketSums
@@ -60,7 +62,8 @@ class GradientReducer:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.num_replicas = num_replicas
-        self._no_sync = False
+        self.accumulates = False
+        """Whether gradients only accumulate in `.grad`; set by `no_sync`."""
         self.wanted = num_replicas > 1 or always_sums
         """Whether there is anything to sum. The gradients of a single replica stay where backward puts them."""
         self.probe: GradientProbe | None = None
@@ -78,7 +81,7 @@ class GradientReducer:
         beginning of a step, and whether the last step has left any."""
         self._in_pass = False
         """Whether a pass has begun that does not count yet: the parameters have gradients of turns."""
-        self._is_clean = False
+        self.is_clean = False
         """Whether it is known that no parameter has a gradient."""
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
@@ -101,7 +104,9 @@ class GradientReducer:
         self._observed: list[int] | None = None
         """The parameters whose gradients have come in this backward; None if most have no hook."""
         self._retired: list[tuple[Engine, BucketSums | None]] = []
-        self._expecting = self._queued = False
+        self._expecting = self._queued = self._has_call = False
+        """Whether the backward that counts is still to come; whether one is running that has reached a hook; whether the
+        turn has called backward since gradients were last noticed."""
         self._halted = False
         """Whether the step is torn. Others may still read its memory, so that is left alone."""
         self._resting = True
@@ -119,8 +124,13 @@ class GradientReducer:
         self._hooks: dict[int, RemovableHandle] = {}
         self.use_layout(None)
 
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the parameters, until the next turn begins."""
+        if self._hooks:
+            self._use_hooks(())
+
     def close(self) -> None:
-        self._use_hooks(())
+        self.remove_hooks()
         if self.group is not None:
             self.group.close()
 
@@ -178,11 +188,11 @@ class GradientReducer:
             torch.cuda.current_stream(self.parameters[0].device).synchronize()
         self._sums = self._fold = None
 
-    def missing_memory(self, hosted: int) -> list[tuple[int, torch.dtype]]:
+    def missing_memory(self, hosted: range, num_replicas: int) -> list[tuple[int, torch.dtype]]:
         """Return which tensors on the host the buckets of a coming view need, beside those of the present one. There this
-        worker hosts `hosted` replicas, and other workers the rest."""
+        worker hosts the replicas `hosted` of `num_replicas`, and other workers the rest."""
         is_added = self.order == "tree" and not self._keeps_on_host
-        operands = hosted.bit_count() if is_added else hosted
+        operands = len(subtrees(hosted.start, hosted.stop, num_replicas)) if is_added else len(hosted)
         needed = Counter[tuple[int, torch.dtype]]()
         for indices in self.layout.buckets if self.wanted else ():
             length = sum(self.parameters[index].numel() for index in indices)
@@ -238,16 +248,37 @@ class GradientReducer:
         already: to None if true, else to zeros.
         """
         self._bases, self._in_pass = None, True
-        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
-            has_gradients = bool(cleared) or any(parameter.grad is not None for parameter in self.parameters)
-            if has_gradients and (self._is_summing or not self._is_alone):
-                bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
-                self._bases = bases if any(base is not None for base in bases) else None
-                has_gradients = self._bases is not None
-        self._is_clean = not has_gradients
+        if not cleared and self._before_backward is set and not has_any_gradient(self.parameters):
+            has_gradients = False
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+                has_gradients = bool(cleared) or has_any_gradient(self.parameters)
+                if has_gradients and (self._is_summing or not self._is_alone):
+                    bases = [self._base(index, parameter, cleared) for index, parameter in enumerate(self.parameters)]
+                    self._bases = bases if any(base is not None for base in bases) else None
+                    has_gradients = self._bases is not None
+        self.is_clean = not has_gradients
         if begins_step and not cleared:
-            self._has_carried = self._has_carried or has_gradients
-            self._clears_late = self._clears_late or (self._leaves_gradients and not has_gradients)
+            if has_gradients:
+                self._has_carried = True
+            elif self._leaves_gradients:
+                self._clears_late = True
+
+    def begin_clean_pass(self, begins_step: bool) -> bool:
+        """Begin a pass of the only replica, if no parameter has a gradient. Nothing has to be remembered of it then."""
+        for gradient in map(_gradient_of, self.parameters):
+            if gradient is not None:
+                return False
+        if self._hooks:
+            self.remove_hooks()
+        if self._leaves_gradients and begins_step:
+            self._clears_late = True
+        return True
+
+    def begin_turn_of_clean_pass(self) -> None:
+        """Begin the turn of a pass that has begun without gradients, though there may be some now."""
+        self._bases, self._in_pass, self.is_clean = None, True, True
+        self.begin_turn(0)
 
     def _base(self, index: int, parameter: torch.nn.Parameter, cleared: Mapping[int, bool]) -> torch.Tensor | None:
         if index in cleared:
@@ -265,19 +296,17 @@ class GradientReducer:
         """The gradients of earlier passes that the turns of this pass add to; None if there are none."""
         return self._bases
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether it is known that no parameter has a gradient."""
-        return self._is_clean
-
     def end_pass(self) -> None:
         """End the pass: it counts, and the parameters have its sums."""
         self._in_pass = False
 
     def end_step(self) -> None:
         """End the step: it is committed. What it leaves is what the next one may add to."""
-        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
-            self._leaves_gradients = any(parameter.grad is not None for parameter in self.parameters)
+        if self._before_backward is not set:  # sums may be on their way
+            with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
+                self._leaves_gradients = self.parameters[0].grad is not None
+        else:  # one of them tells enough: gradients that travel with the state and are cleared then do no harm
+            self._leaves_gradients = self.parameters[0].grad is not None
         if self._left_layout:
             self._left_layout = False
             if self._engine is not None and not self._on_device:
@@ -309,10 +338,10 @@ class GradientReducer:
         assert engine is not None, "enter_view() comes first"
         self._have_memory(engine)
         if self._is_alone and not self._is_summing:
-            self._marks = None if self._is_clean else self._versions()  # nothing is touched: no turn is taken again
+            self._marks = None if self.is_clean else self.versions()  # nothing is touched: no turn is taken again
         else:
             self._reset_gradients()
-        self._is_clean = False
+        self.is_clean = False
         self._use_hooks(self._hooks_of_turn(slot))
         if self._fold is not None and slot == 0:
             self._fold.clear()
@@ -324,6 +353,7 @@ class GradientReducer:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
         self._unseen, self._used_before = set(), set()
         self._expecting, self._queued, self._resting, self._handed_in = True, False, False, False
+        self._has_call = False
 
     def _hooks_of_turn(self, slot: int) -> Collection[int]:
         """Return the parameters that need a hook in this turn: all if the order of their gradients is to be found; else one
@@ -338,60 +368,79 @@ class GradientReducer:
         whose sum is on its way is cleared once more after its update."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             if self._bases is None:
-                if not self._is_clean:
+                if not self.is_clean:
                     for parameter in self.parameters:
                         parameter.grad = None
                 self._marks = None
                 return
             for parameter, base in zip(self.parameters, self._bases, strict=True):
                 parameter.grad = None if base is None else base.clone()
-        self._marks = self._versions()
+        self._marks = self.versions()
 
     # --- what happens to gradients without a hook ---
 
-    def _versions(self) -> list[tuple[torch.Tensor, int] | None]:
+    def versions(self) -> list[tuple[torch.Tensor, int] | None]:
         """Return all gradients and their versions, which every backward changes."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             found = [parameter.grad for parameter in self.parameters]
         return [None if gradient is None else (gradient, gradient._version) for gradient in found]
 
-    def _changed(self) -> list[int]:
-        """Return the parameters whose gradients have come, or have changed, since the marks were made."""
+    def changed_since(self, marks: Sequence[tuple[torch.Tensor, int] | None] | None) -> list[int]:
+        """Return the parameters whose gradients have come, or have changed, since `versions` returned these marks; None
+        stands for no gradients."""
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             found = [parameter.grad for parameter in self.parameters]
-        return [index for index, has in enumerate(self._has_come(range(len(found)), found)) if has]
+        if marks is None:
+            return [index for index, gradient in enumerate(found) if gradient is not None]
+        return [index for index, pair in enumerate(zip(found, marks, strict=True)) if _differs(*pair)]
+
+    def _changed(self) -> list[int]:
+        """Return the parameters whose gradients have come, or have changed, since the marks were made."""
+        return self.changed_since(self._marks)
 
     def _notice(self) -> None:
         """Notice a backward that has not reached a parameter with a hook."""
         if not self._resting and not self._halted and not self._queued:
             changed = self._changed()
-            if changed and not self._expecting:
-                self.refuse_second_backward(changed[0])
-            if changed:
+            if changed and self._expecting:
                 self._prepare_backward()
                 self._backward_done()
+            elif changed and (self._has_call or self._is_summing):
+                self.refuse_second_backward(changed[0])
+            elif changed:  # by the program, such as clipping: gradients that are not summed are its own
+                self._marks = self.versions()
+
+    def expect_backward(self) -> None:
+        """The program calls backward: notice the one before, if it was in this turn."""
+        if not self.accumulates and not self._resting:
+            if self._has_call or self._handed_in:
+                self._notice()
+            self._has_call = True
 
     @property
     def handed_in(self) -> bool:
         """Whether the replica whose turn it is has had the backward whose gradients are summed."""
-        if not self._no_sync:
+        if not self.accumulates:
             self._notice()
         return self._handed_in
 
     @property
     def no_sync(self) -> bool:
         """While true, gradients only accumulate in `.grad`."""
-        return self._no_sync
+        return self.accumulates
 
     @no_sync.setter
     def no_sync(self, is_on: bool) -> None:
-        if is_on and not self._no_sync:
+        if is_on and not self.accumulates:
             self._notice()
-        self._no_sync = is_on
+        self.accumulates = is_on
         if not is_on and not self._resting:
+            changed = self._changed() if self._handed_in or self._used is not None else []
+            if changed and self._handed_in and not self._halted:
+                self.refuse_second_backward(changed[0])
             if self._used is not None:
-                self._used_before.update(self._changed())
-            self._marks, self._is_clean = self._versions(), False
+                self._used_before.update(changed)
+            self._marks, self.is_clean = self.versions(), False
 
     def halt(self) -> None:
         """Collect nothing until the next view: the step is torn."""
@@ -411,7 +460,7 @@ class GradientReducer:
 
     def _collect(self, index: int, _: torch.nn.Parameter) -> None:
         """Take note of a complete gradient. Called for few parameters, after the first turn."""
-        if self._no_sync or self._resting or self._halted:
+        if self.accumulates or self._resting or self._halted:
             return
         if not self._queued:
             if not self._expecting:
@@ -459,8 +508,8 @@ class GradientReducer:
         """Raise TrainError: a turn has had two backwards, of which the second has reached this parameter."""
         raise TrainError(
             f"a second backward reached {self.names[index]!r} in one turn: a turn has one backward whose gradients are "
-            "summed. To accumulate, put `with job.no_sync():` around all but the last; for a second sum, iterate over the "
-            "step once more"
+            "summed. Add the losses and call backward once; or put `with job.no_sync():` around all but the last; or, for a "
+            "second sum, iterate over the step once more"
         )
 
     def _refuse_sparse(self, index: int) -> NoReturn:
@@ -478,11 +527,11 @@ class GradientReducer:
                 self._check_unused([i for i, parameter in enumerate(self.parameters) if parameter.grad is None])
             if self._is_last:
                 self._end_turns()
-        self._marks = None if self._is_summing else self._versions()
+        self._marks = None if self._is_summing else self.versions()
         if self._observed:
             self.ready_order = self._observed
             self._arrival = self._arrival or {index: place for place, index in enumerate(self._observed)}
-        self._expecting = self._queued = False
+        self._expecting = self._queued = self._has_call = False
         self._handed_in = True
 
     def contribute_zeros(self) -> None:
@@ -496,7 +545,7 @@ class GradientReducer:
                         self._sums.take(unit, [torch.zeros_like(parameter) for parameter in unit.parameters])
                 if self._is_last:
                     self._end_turns()
-            self._is_clean = False  # the program may have had backwards without sums
+            self.is_clean = False  # the program may have had backwards without sums
         self._expecting = False
         self._handed_in = True
 
@@ -519,7 +568,7 @@ class GradientReducer:
     def _take_all(self, fold: GradientFold) -> None:
         """Take the gradients of all parameters, and add them to those of the replicas before."""
         gradients = self._take(range(len(self.parameters)), self.parameters)
-        self._is_clean = True
+        self.is_clean = True
         own_memory(gradients)
         self._adder.scale(gradients, self._scale)
         self._add_to(fold, gradients)
@@ -586,7 +635,7 @@ class GradientReducer:
         used = self._used.tolist() if self._used is not None else None
         for index, (parameter, total) in enumerate(zip(self.parameters, totals, strict=True)):
             self._put_sum(index, parameter, total, used)
-        self._is_clean = False
+        self.is_clean = False
 
     # --- some replicas are in other workers ---
 
@@ -610,7 +659,7 @@ class GradientReducer:
                 self._check_unused(sorted(index for unit in rest for index in unit.indices if index not in came))
             for unit in rest:
                 sums.take(unit, self._take(unit.indices, unit.parameters))
-        self._is_clean = True
+        self.is_clean = True
 
     def _check_unused(self, unused: Sequence[int]) -> None:
         """Raise TrainError if all parameters must be used."""
@@ -618,7 +667,8 @@ class GradientReducer:
             names = ", ".join(repr(self.names[index]) for index in unused[:8])
             raise TrainError(
                 f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
-                "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
+                "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP. If another "
+                "backward of the same turn reaches them, add the losses and call backward once"
             )
 
     # --- the sums ---
@@ -665,7 +715,7 @@ class GradientReducer:
             for index, parameter, total in zip(unit.indices, unit.parameters, unit.sums, strict=True):
                 self._put_sum(index, parameter, total, used)
         self._sums.forget_sums()
-        self._is_clean = False
+        self.is_clean = False
 
     def _put_sum(
         self, index: int, parameter: torch.nn.Parameter, total: torch.Tensor, used: Sequence[int] | None
@@ -702,6 +752,18 @@ def _pinned_memory(engine: Engine, length: int, dtype: torch.dtype) -> torch.Ten
     memory = engine.empty(length, dtype)
     engine.pin(memory)
     return memory
+
+
+_gradient_of = operator.attrgetter("grad")
+
+
+def has_any_gradient(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether one of these parameters has a gradient. (A loop over a `map` takes half as long as `any` with a
+    generator.)"""
+    for gradient in map(_gradient_of, parameters):  # noqa: SIM110
+        if gradient is not None:
+            return True
+    return False
 
 
 def _differs(gradient: torch.Tensor | None, mark: tuple[torch.Tensor, int] | None) -> bool:

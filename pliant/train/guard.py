@@ -32,9 +32,12 @@ class Guard:
     """One worker's part in the comparison."""
 
     def __init__(self, state: JobState, every: int = EVERY) -> None:
-        """Compare every so many steps, and in the first step of each view; 0: never."""
+        """Compare every so many steps, and once in each view; 0: never."""
         self._state, self._every = state, every
         self._is_new_view = False
+        """Whether nobody has asked yet in this view whether a comparison is due."""
+        self._due_at: int | None = None
+        """The step in which those of this view compare for the first time; None once they have."""
         self._equal_at: int | None = None
         """The step of the last comparison."""
 
@@ -43,14 +46,19 @@ class Guard:
         return self._every > 0
 
     def enter_view(self) -> None:
+        """Compare soon: in the job's first step, and otherwise in the second one of the view: the first step after a change
+        has more to do than others."""
         self._is_new_view = True
 
     def is_due(self, step: int, num_workers: int) -> bool:
-        """Return whether the workers compare in this step: the same answer on all of them. Models that are averaged
-        differ by design."""
+        """Return whether the workers compare in this step: the same answer on all of them. To be asked once in each step that
+        they do together. Models that are averaged differ by design."""
         if not self.is_on or num_workers == 1 or self._state.averaging is not None:
             return False
-        return self._is_new_view or step % self._every == 0
+        if self._is_new_view:
+            # Only now all are at the same step: after a loss, some enter the view a step later than others.
+            self._is_new_view, self._due_at = False, step + 1 if step else 0
+        return step % self._every == 0 or (self._due_at is not None and step >= self._due_at)
 
     def checksum(self) -> int:
         """Return a checksum of the state; never 0."""
@@ -73,7 +81,7 @@ class Guard:
         if not any(found):
             return ""
         if len(set(found)) == 1:
-            self._is_new_view, self._equal_at = False, step
+            self._due_at, self._equal_at = None, step
             return ""
         own = json.dumps(digests_of(self._parts())).encode()
         rows = [json.loads(row) for row in engine.all_gather_bytes("guard", own)]

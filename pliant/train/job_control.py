@@ -73,7 +73,7 @@ class WorkerRequests:
 
 def announce(change: ViewChange, trainer: Trainer, notify: Callable[[str], None]) -> None:
     """Print and record a change of the workers. The first of those that were there before does so."""
-    if trainer.announces:
+    if trainer.views.announces:
         what = f"recovered at step {change.step}:" if change.lost else "resize"
         again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
         notify(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")

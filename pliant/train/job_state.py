@@ -43,6 +43,8 @@ class JobState:
         self.keeps_layout = keeps_layout
         """Whether the bucket layout outlives a view. If not, a new view begins with L1, as a restarted DDP would."""
         self.sync_buffers = sync_buffers
+        self.run = ""
+        """The id of this run, which its checkpoints have."""
         self.buffers = ModelBuffers(models)
         self._first_buffers: Tensors = self.buffers.save()
         self._are_in_models = False
@@ -59,7 +61,7 @@ class JobState:
         self._spare: dict[state_tree.Place, torch.Tensor] = {}
         """Memory of optimizer states that the next state may use."""
         self.is_guarded = True
-        """Whether the workers compare their states in the first step of a view."""
+        """Whether the workers compare their states soon after a change."""
 
     @property
     def first_buffers(self) -> Tensors:
@@ -98,6 +100,7 @@ class JobState:
             "data": [context.extra for context in contexts],
             "answers": self.answers,
             "adaptation": self.lent.get("adaptation") or self.adaptation.state_dict(),
+            "run": self.run,
         }
 
     @property
@@ -203,6 +206,7 @@ class JobState:
             progress.in_epoch = progress.epoch_step > 0
         self.progress.set(progress)
         self.answers = list(state.get("answers", ()))  # old checkpoints have none
+        self.run = state.get("run", self.run)  # a checkpoint has it elsewhere: whoever loads one is another run
         if "adaptation" in state:  # old checkpoints have none
             self.adaptation.load_state_dict(state["adaptation"])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pliant.adapt import Policy
 from pliant.comm.order import EXACT_ORDERS, Order
 from pliant.errors import ConfigError, NotLaunched
-from pliant.identity import WorkerSpec, report_joined, worker_spec
+from pliant.identity import WorkerSpec, worker_spec
 from pliant.process_title import program_name, show_as
+from pliant.progress_board import ProgressBoard, note_failure
 from pliant.train.adaptation import adaptation_settings
-from pliant.train.assembly import JobSettings
+from pliant.train.declared import JobSettings
 from pliant.train.determinism import Level, level_of
 from pliant.train.events import StepCommitted
 from pliant.train.guard import EVERY
@@ -74,11 +76,12 @@ def join(
             shows, besides those of `pliant run --allow`. The job prints and records that bits are not promised.
     """
     job: Job | None = None
+    board = ProgressBoard()
     try:
         spec = worker_spec()
         started_as = spec.view.rank_of(spec.worker)
-        report_joined(spec)
-        report_uncaught(lambda: job.rank if job is not None else started_as)
+        board = ProgressBoard.open(spec)
+        report_uncaught(lambda: job.rank if job is not None else started_as, partial(note_failure, spec))
         show_as(program_name(), started_as)
     except NotLaunched:
         spec = None
@@ -115,7 +118,7 @@ def join(
         allow=allowed,
         order=_order(order, spec),
     )
-    job = Job(spec, settings)
+    job = Job(spec, settings, board)
     if spec is not None:
         shown = [started_as]
 
@@ -124,7 +127,7 @@ def join(
                 shown[0] = event.rank
                 show_as(program_name(), event.rank)
 
-        job._listeners.commit.append(show_rank)  # it reads no values, so nobody has to wait for them
+        job._run.listeners.add_occasional(show_rank)  # ranks change with the workers only
     return job
 
 

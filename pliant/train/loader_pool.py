@@ -28,7 +28,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.errors import MustBeReplaced, TrainError
+from pliant.errors import LoaderFailed, TrainError
 from pliant.train.context import DataPosition
 from pliant.train.loader_process import (
     BeginStream,
@@ -150,7 +150,7 @@ class LoaderPool:
                     raise self._dead(each.worker) from each.error
                 raise each.error
         if not arrived:
-            raise MustBeReplaced(
+            raise LoaderFailed(
                 f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout={self._timeout_s:g} s: "
                 "look at what its dataset waits for, or raise timeout"
             )
@@ -167,7 +167,7 @@ class LoaderPool:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        return MustBeReplaced(
+        return LoaderFailed(
             f"loader process {worker} (pid {process.pid}) {how} while it was loading: if nobody killed it, "
             "look for the out-of-memory killer in `dmesg` and lower num_workers, prefetch_factor or batch_size"
         )

@@ -34,7 +34,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from pliant.child import die_with
-from pliant.errors import MustBeReplaced
+from pliant.errors import LoaderFailed
 from pliant.train.context import RngState, capture_rng, restore_rng
 from pliant.train.replica_copies import OwnGenerators
 from pliant.train.replica_stream import ReplicaStream, StreamEnd, StreamOptions, StreamResume
@@ -441,7 +441,7 @@ def receive_shared(source: socket.socket) -> Any:
 
     Raises:
         EOFError: the other end was closed.
-        MustBeReplaced: this process has too many open files.
+        LoaderFailed: this process has too many open files.
     """
     length, count = _HEADER.unpack(_receive_exactly(source, _HEADER.size))
     descriptors: list[int] = []
@@ -453,7 +453,7 @@ def receive_shared(source: socket.socket) -> Any:
             if not carried:
                 raise EOFError
             if len(arrived) < expected:
-                raise MustBeReplaced(
+                raise LoaderFailed(
                     f"only {len(arrived)} of {expected} descriptors of a batch arrived: this process has too many open "
                     "files. Raise `ulimit -n`, lower prefetch_factor, or do not keep batches"
                 )

@@ -1,7 +1,8 @@
-"""The program's own code between turns: it runs once on every worker, but as if on every DDP rank.
+"""Whose random state and buffers are in force: those of a replica, in its turn, or those of the program's own code.
 
-It runs with the buffers of replica 0 and the random state of the first replica hosted here. What it draws moves the
-generators of all replicas: each rank of a DDP job would have drawn as much.
+That code runs between turns, once on every worker, but as if on every DDP rank: with the buffers of replica 0 and the random
+state of the first replica hosted here. What it draws moves the generators of all replicas: each rank of a DDP job would
+have drawn as much.
 
 A job of one replica can leave all of this to the process itself ("live"): its generators and buffers are those of the
 replica, in turns and between them, and are looked at only if somebody asks for them.
@@ -17,14 +18,17 @@ import torch
 from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, restore_rng
 from pliant.train.job_state import JobState
 from pliant.train.outer_draws import Draws
+from pliant.train.replicas import ReplicaSwitch
 from pliant.train.step_batches import StepBatches
 
 
 class OuterCode:
-    """Gives the program its random state and buffers, and notes what it draws."""
+    """Gives replicas and the program's own code their random state and buffers, and notes what that code draws."""
 
     def __init__(self, state: JobState, batches: StepBatches, device: torch.device) -> None:
         self._state, self._replicas, self._batches, self._device = state, state.replicas, batches, device
+        self.switch = ReplicaSwitch(state.buffers, device, state.sync_buffers)
+        """What swaps the replicas. A benchmark may put a wrapper in its place."""
         self._random: RngState | None = None
         """The random state with which the code began to run; None if it does not run, or its draws do not count."""
         self._before_loading: list[Draws] = []
@@ -68,6 +72,11 @@ class OuterCode:
 
     def begin_step(self) -> None:
         self._before_loading = []
+
+    def switch_to(self, replica: int) -> None:
+        """Go on as this replica: its turn begins, or its shard of an evaluation."""
+        context = self._replicas.contexts[replica].with_random(self.random_of(replica))
+        self.switch.restore(context, self._state.first_buffers)
 
     def random_of(self, replica: int) -> RngState:
         """Return the random state in which a replica goes on: its batch is loaded, and the program has drawn."""

@@ -18,15 +18,15 @@ from pliant.comm.engine import Engine
 from pliant.train.adaptation import ReceivedRows
 from pliant.train.context import DataPosition, ReplicaContext
 from pliant.train.exchange import StepExchange, StepMessage
-from pliant.train.gradients import GradientReducer
-from pliant.train.job_state import JobState
 from pliant.train.pending import PendingSum
 from pliant.train.rendezvous import spread_state
 from pliant.train.replicas import Placement, ReplicaSwitch, Tensors
 from pliant.train.step import OWN_COUNTER, Outcome, Turn, TurnRow, complaint_about
 
 if TYPE_CHECKING:
+    from pliant.train.gradients import GradientReducer
     from pliant.train.guard import Guard
+    from pliant.train.job_state import JobState
 
 MAX_PASSES = 1 << 16
 """The most passes that a step may have."""

@@ -301,25 +301,20 @@ class PhaseMachine:
 
     # --- a worker without others that hosts one replica: what `handle` does there, without a choice ---
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether the program runs, and its next step begins in this view."""
-        return self.phase is Phase.PROGRAM and not self.is_lost and self.view_agreed is None
-
-    def begin_step_alone(self) -> None:
-        """Do what `StepAsked` does, if the machine `may_go_on`."""
+    def begin_step_alone(self) -> bool:
+        """Do what `StepAsked` does, if the program runs, and its next step begins in this view; else return False."""
+        if self.phase is not Phase.PROGRAM or self.is_lost or self.view_agreed is not None:
+            return False
         self._step_began, self._in_body = self.passes, False
+        return True
 
-    def begin_pass_alone(self) -> None:
-        """Do what `PassBegun` does before the only turn."""
-        assert self.phase is Phase.PROGRAM, "the program begins a pass"
-        self._in_pass = self._has_turns = self._in_body = True
-        self._slot, self.has_sums, self.phase = 0, False, Phase.TURNS
-
-    def end_pass_alone(self) -> None:
-        """Do what `TurnTaken` and `SumsArrived` do after the only turn."""
+    def count_pass_alone(self) -> int:
+        """Do what `PassBegun`, `TurnTaken` and `SumsArrived` do in a pass with the only turn, when it is over. Return the
+        number of passes that count."""
+        self._has_turns = self._in_body = True
         self._slot, self._deferred_began = 1, self._step_began
-        self._count_pass()
+        self.passes += 1
+        return self.passes
 
     # --- decisions ---
 

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,11 +23,23 @@ from pliant.cluster import Membership
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Member
-from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, MustBeReplaced, NotWanted, Refused
+from pliant.errors import (
+    GIVEN_UP,
+    GIVEN_UP_EXIT,
+    REFUSED_EXIT,
+    CollectiveTimeout,
+    CommError,
+    Mismatch,
+    MustBeReplaced,
+    NotWanted,
+    Refused,
+)
 from pliant.train import state_tree
 from pliant.train.determinism import Fingerprint, Level, differences
-from pliant.train.job_state import JobState
 from pliant.train.phases import Report, ranks_behind
+
+if TYPE_CHECKING:
+    from pliant.train.job_state import JobState
 
 log = logging.getLogger(__name__)
 REPORT_BYTES = 8192
@@ -44,6 +56,16 @@ class Left(SystemExit):
     def __init__(self, why: str) -> None:
         super().__init__(0)
         self.why = why
+
+
+class GivenUp(Left):
+    """Raised when the others have given this worker up, though it lives. Ends the program with a code that has it replaced."""
+
+    ends_at_once = False
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.code = GIVEN_UP_EXIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +125,7 @@ class ViewRendezvous:
         level: Level,
         start_job: Callable[[bool], None],
         before_end: Callable[[bool], None],
+        begin_wait: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
         self._member, self._state = member, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
@@ -111,6 +134,8 @@ class ViewRendezvous:
         self._before_end = before_end
         """Called when no worker is left to go on: the last chance to write a checkpoint. Its argument tells whether the
         state is that of the end of a step."""
+        self._begin_wait = begin_wait
+        """Called when this worker has reported what it has, and waits for the reports of the others."""
         self._was_listed = False
         self._engine: Engine | None = None
         self._lent: set[int] = set()
@@ -185,6 +210,10 @@ class ViewRendezvous:
                 f"{member.me} had just got the state of the job when another worker was lost: the others are in the middle "
                 "of a step that it cannot join. It ends, and its runner starts another in its place"
             )
+        if self.has_state and member.is_given_up(membership):
+            why = f"{member.me} was silent, or kept the others waiting, and is not in view {membership.number}"
+            print(f"pliant: {GIVEN_UP}: {why}; its runner starts another", file=sys.stderr, flush=True)
+            raise GivenUp(why)
         if self.has_state or (self._was_listed and not member.is_wanted):
             raise Left(f"{member.me} is not a member of view {membership.number}")
 
@@ -211,6 +240,8 @@ class ViewRendezvous:
             # wait for the reports of new workers, who fetch the state while these train on.
             first = next(rank for rank, worker in enumerate(view.workers) if worker in known)
         else:
+            if self.has_state:
+                self._begin_wait(engine)
             self._own = self._state.own_tensors() if not self.has_state and engine.size > 1 else None
             reports = self._wait_for_reports(submitted, report)
             if not _holders(reports):

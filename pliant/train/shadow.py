@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pliant.errors import TrainError
 from pliant.train.context import DataPosition, capture_rng, restore_rng
+from pliant.train.current_step import CurrentStep
 from pliant.train.events import Progress
 from pliant.train.feeder import Feeder
 from pliant.train.job_state import JobState
 from pliant.train.step import Outcome, Step, Turn
+from pliant.train.wrapping import device_of
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class Snapshot:
     """What the program's first step may change of the job's objects: copies, in the memory of the host."""
 
     def __init__(self, state: JobState) -> None:
-        self._state, self._device = state, next(state.models[0].parameters()).device
+        self._state, self._device = state, device_of(state.models, is_free=True)
         self._random = capture_rng(self._device)
         self._modules = [(module, module.training) for model in state.models for module in model.modules()]
         self._parameters = [
@@ -95,10 +96,10 @@ class Shadow:
         """`first` is where the program begins if it starts a job. `feeder` is closed with the shadow."""
         self._state, self.replicas = state, state.replicas
         self.feeder = feeder
-        self.turn: Turn | None = None
+        self.current = CurrentStep(first)
         self.replica = state.replicas.count - 1
         """Whose turn is taken. Programs often print in that of replica 0."""
-        self._first, self._kept = first, dict[str, Any]()
+        self._first = first
         self._batch: tuple[Any, ...] = ()
         self._has_begun = False
         self._snapshot = Snapshot(state)
@@ -130,24 +131,17 @@ class Shadow:
 
     def turns(self, step: Step) -> Iterator[Any]:
         """Yield the batch of one replica. Its gradients stay where backward puts them."""
-        self.turn = turn = Turn(self.replica, 0, is_last=True)
+        current = self.current
+        current.turn = turn = Turn(self.replica, 0, is_last=True)
         try:
             yield from self._batch
         finally:
-            self.turn = None
+            current.turn = None
         step.add_figures([turn.row])
-        self._kept |= turn.kept
-
-    def running_turn(self, what: str) -> Turn:
-        if self.turn is None:
-            raise TrainError(f"{what} can only be used inside of `for ... in step:`, where a replica has its turn")
-        return self.turn
+        current.kept[self.replica] = {**current.kept_by(self.replica), **turn.kept}
 
     def skip_turn(self, what: str, outcome: Outcome) -> None:
-        self.running_turn(what).outcome = outcome
-
-    def kept_by(self, replica: int) -> dict[str, Any]:
-        return self._kept
+        self.current.running_turn(what).outcome = outcome
 
     # --- what all workers would do together ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,9 @@ def _sign(value: Any) -> Any:
         return [(key, _sign(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):
         return [_sign(each) for each in value]
-    return value if isinstance(value, int | float | str | None) else repr(value)
+    if isinstance(value, float):  # by its bits: NaN is not equal to itself, but 0.0 is to -0.0
+        return struct.pack("<d", value)
+    return (type(value), value) if isinstance(value, int | str | None) else repr(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

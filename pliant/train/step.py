@@ -265,14 +265,14 @@ class Step:
     @property
     def replica(self) -> int:
         """The replica whose turn it is."""
-        return self._trainer.running_turn("step.replica").replica
+        return self._trainer.current.running_turn("step.replica").replica
 
     def __iter__(self) -> Iterator[Any]:
         return self._trainer.turns(self)
 
     def log(self, **figures: Any) -> None:
         """Log figures of this replica's turn, such as its loss. `step["loss"]` is their mean over all replicas."""
-        self._trainer.running_turn("step.log").log(figures)
+        self._trainer.current.running_turn("step.log").log(figures)
 
     def skip(self) -> None:
         """Let this replica contribute nothing: zeros in place of its gradients."""
@@ -287,7 +287,7 @@ class Step:
         """Keep copies of values of this replica's turn, such as noise or generated images, for its turn in the next loop
         over this step. Another worker may host the replica then: tensors (without their graph), numbers, and lists and dicts of
         them can travel."""
-        turn = self._trainer.running_turn("step.keep")
+        turn = self._trainer.current.running_turn("step.keep")
         copies = tree_map_only(torch.Tensor, lambda each: each.detach().clone(), values)
         state_tree.flatten(copies, "step.keep")  # refuses what could not travel, also where nothing has to
         turn.kept.update(copies)
@@ -295,7 +295,8 @@ class Step:
     @property
     def kept(self) -> dict[str, Any]:
         """Copies of what this replica has kept in earlier loops over this step."""
-        kept = self._trainer.kept_by(self._trainer.running_turn("step.kept").replica)
+        current = self._trainer.current
+        kept = current.kept_by(current.running_turn("step.kept").replica)
         copies: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.clone, kept)  # the turn may be taken again
         return copies
 

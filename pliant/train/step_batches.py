@@ -70,9 +70,14 @@ class StepBatches:
         return self._dealt == self._replicas.times_dealt and self._feeder.has_more(self.hosted)
 
     def begin_live_step(self) -> Batch:
-        """Begin a step of the only replica, whose context is the process itself, and return its batch."""
+        """Begin a step of the only replica, whose context is the process itself, and return its batch. Nobody asks for the
+        number of its samples there."""
         self._moved, self._is_open = {0}, True
-        batch = self._next(0)
+        batch: Batch
+        try:
+            batch = self._feeder.next(0), 0
+        except StopIteration:
+            batch = ()
         self._loaded = {0: (batch, None)}
         return batch
 

@@ -352,15 +352,9 @@ class StepTimer:
         self.began_s, self.compute_s = now_s, 0.0
         self._sent_bytes, self._pressure = sent, pressure
 
-    def begin_turn_alone(self, begins_step: bool) -> None:
-        """Begin to compute in a pass in which nothing is sent."""
-        self._turn_began_s, self._waited_s = time.monotonic(), 0.0
-        if begins_step:
-            self.began_s, self.compute_s = self._turn_began_s, 0.0
-
-    def begin_turn(self, waited_s: float) -> None:
-        """Begin to compute; `waited_s` is the total time waited for the network so far."""
-        self._turn_began_s, self._waited_s = time.monotonic(), waited_s
+    def begin_turn(self, waited_s: float, began_s: float | None = None) -> None:
+        """Begin to compute, now or at a time before; `waited_s` is the total time waited for the network so far."""
+        self._turn_began_s, self._waited_s = time.monotonic() if began_s is None else began_s, waited_s
 
     def end_turn(self, waited_s: float) -> None:
         self.compute_s += max(0.0, time.monotonic() - self._turn_began_s - (waited_s - self._waited_s))

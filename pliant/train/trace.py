@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 VARIABLE = "PLIANT_TRACE"
 _TRACKS = {"step": 0, "forward": 1, "backward": 1, "wait": 2, "apply": 3, "push": 4, "reply": 5, "back": 6}
 """The line of the picture on which each category is drawn; others come below."""
@@ -62,4 +64,7 @@ def write(rank: int) -> None:
         if category != "backward"
     ]
     names.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"worker {rank}"}})
-    _written_to.write_text(json.dumps({"traceEvents": names + found}))
+    try:
+        _written_to.write_text(json.dumps({"traceEvents": names + found}))
+    except OSError as error:
+        log.warning("the trace %s is not written: %s", _written_to, error.strerror)

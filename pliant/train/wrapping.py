@@ -13,7 +13,7 @@ import hashlib
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +26,9 @@ from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer
 from pliant.train.pending import wrappers
 from pliant.train.replicas import Replicas
+
+if TYPE_CHECKING:
+    from pliant.train.current_step import CurrentStep
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -61,6 +64,29 @@ def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Par
             f"the {type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
         )
     return found
+
+
+def device_of(models: Sequence[torch.nn.Module], *, is_free: bool = False) -> torch.device:
+    """Return the device of a job: the GPU that its models are on, or else the device of the first parameter. Its generator
+    is switched between replicas, beside those of the host.
+
+    Raises:
+        Unsliceable: the models are on several GPUs, and the job is not `is_free` to have any bits.
+    """
+    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    return choose_device([tensor.device for tensor in tensors], is_free=is_free)
+
+
+def choose_device(devices: Sequence[torch.device], *, is_free: bool = False) -> torch.device:
+    """Return what `device_of` returns for models with tensors on these devices."""
+    gpus = sorted({str(device) for device in devices if device.type == "cuda"})
+    if len(gpus) > 1 and not is_free:
+        raise Unsliceable(
+            f"the models of a worker are on {len(gpus)} GPUs ({', '.join(gpus)}), but the random state of a replica has the "
+            "generator of one: what is drawn on the others, as in dropout, would depend on the number of workers. Put all "
+            "models of a worker on one GPU, or use determinism='D0', which promises no bits there"
+        )
+    return next((device for device in devices if device.type == "cuda"), devices[0])
 
 
 def check_epoch(replicas: Replicas) -> None:
@@ -160,19 +186,24 @@ OnOuterCode: TypeAlias = Callable[[str], None]
 """Raises TrainError if something is called where it does not belong."""
 
 
-def hook_optimizer(
-    optimizer: torch.optim.Optimizer, check_outer: OnOuterCode, rate_factor: Callable[[], float]
-) -> Callable[[], None]:
-    """Make `step` refuse a closure and the wrong place, and use learning rates times `rate_factor`. Returns a function
-    that removes the hooks."""
+class LearningRates(Protocol):
+    """What policies decide about learning rates."""
+
+    learning_rate_factor: float
+
+
+def hook_optimizer(optimizer: torch.optim.Optimizer, current: CurrentStep, rates: LearningRates) -> Callable[[], None]:
+    """Make `step` refuse a closure and the wrong place, and use the learning rates that policies decide. Returns a
+    function that removes the hooks."""
     scaled = contextlib.ExitStack()
     hooks: list[RemovableHandle] = []
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs:
             _refuse_closure(optimizer, *args[1:], kwargs.get("closure"))
-        check_outer("optimizer.step()")
-        if (factor := rate_factor()) != 1.0:
+        if current.turn is not None or current.left_early:
+            current.check_outer("optimizer.step()")
+        if (factor := rates.learning_rate_factor) != 1.0:
             if len(hooks) == 1:
                 hooks.append(optimizer.register_step_post_hook(lambda *_: scaled.close()))
             scaled.enter_context(_scaled_rates(optimizer, factor))

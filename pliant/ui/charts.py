@@ -91,6 +91,8 @@ EVENT_COLOURS = {
     "decision": "#8e6cf0",
     "refused": "#f59e0b",
     "resumed": "#12a5b8",
+    "gap": "#f59e0b",
+    "stalled": "#f59e0b",
     "end": "#8d8d86",
 }
 MOST_TOLD = 200

@@ -1,13 +1,10 @@
 """Controls of the page: buttons that act on a job, and the slider that chooses the steps of its curves.
 
-A button asks for confirmation, and acts only if the page's token is given.
+A button asks for confirmation. Whoever sees the page has shown its token, and may act.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import logging
 from collections.abc import Callable
 
 from nicegui import run, ui
@@ -17,32 +14,21 @@ from pliant.errors import PliantError
 from pliant.ui.jobs import JobControl, ShownJob
 from pliant.ui.timeline import plural
 
-log = logging.getLogger(__name__)
-
-WRONG_S = 1.0
-"""Pause after a wrong token, to make guessing slow."""
 MOST_WORKERS = 100_000
 
 
 class JobActions:
-    """Buttons that act on a job, for users who know the token that `pliant dash` prints."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def accepts_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+    """Buttons that act on a job, once they are confirmed."""
 
     def buttons(self, job: ShownJob) -> tuple[ui.button, ui.button]:
         """Add the buttons Resize and Stop to the present element."""
-        tokens: list[str] = []  # the last correct one, kept while the page is open
-        resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job, tokens))
-        stop = ui.button("Stop", icon="stop", on_click=lambda: self._ask_stop(job, tokens))
+        resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job))
+        stop = ui.button("Stop", icon="stop", on_click=lambda: self._ask_stop(job))
         resize.props("outline dense no-caps padding='4px 12px'").mark("resize")
         stop.props("outline dense no-caps color=negative padding='4px 12px'").mark("stop")
         return resize, stop
 
-    def _ask_resize(self, job: ShownJob, tokens: list[str]) -> None:
+    def _ask_resize(self, job: ShownJob) -> None:
         now = job.num_workers
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Resize {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
@@ -56,36 +42,22 @@ class JobActions:
                 assert control.resize is not None, "the button is hidden otherwise"
                 return control.resize(int(size.value))
 
-            self._finish(dialog, job, "Resize", act, tokens)
+            self._finish(dialog, job, "Resize", act)
         dialog.open()
 
-    def _ask_stop(self, job: ShownJob, tokens: list[str]) -> None:
+    def _ask_stop(self, job: ShownJob) -> None:
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Stop {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
             ui.label("It ends after the step that it is in. This cannot be taken back.").classes("note")
-            self._finish(dialog, job, "Stop", lambda control: control.stop(), tokens)
+            self._finish(dialog, job, "Stop", lambda control: control.stop())
         dialog.open()
 
-    def _finish(
-        self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str], tokens: list[str]
-    ) -> None:
-        """Add the token field and the buttons to a dialog."""
-        token = (
-            ui.input("Token of this page", value=tokens[-1] if tokens else "", password=True)
-            .style("width: 100%")
-            .mark("token")
-        )
+    def _finish(self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str]) -> None:
+        """Add the buttons to a dialog, and room for a refusal."""
         said = ui.label("").classes("bad").style("overflow-wrap: anywhere").props("role=alert").mark("said")
 
         async def go() -> None:
             button.disable()
-            if not self.accepts_token(str(token.value or "")):
-                log.warning("%s of %s refused: a wrong token", verb.lower(), job.name)
-                await asyncio.sleep(WRONG_S)
-                said.set_text("Wrong token: it is PLIANT_TOKEN, or was printed where the page was started.")
-                button.enable()
-                return
-            tokens[:] = [str(token.value)]
             control = job.control
             if control is None:
                 said.set_text("The job has ended meanwhile.")
@@ -99,7 +71,6 @@ class JobActions:
             ui.notify(f"{job.name}: {answer}")
             dialog.close()
 
-        token.on("keydown.enter", go)
         with ui.row().style("width: 100%; justify-content: flex-end; gap: 8px"):
             ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
             button = ui.button(f"{verb} it", on_click=go).props("no-caps").mark("confirm")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,19 +45,26 @@ NO_VALUES = "its program reports no loss: job.report(loss=...) makes a curve of 
 
 
 class GrowingFile:
-    """Reads the lines of a file that another program appends to. Incomplete lines are left for later."""
+    """Reads the lines of a file that another program appends to. Incomplete lines are left for later.
 
-    def __init__(self, path: Path, *, newest_bytes: int | None = None) -> None:
+    A link is not followed, unless `follow_links`: what others have put there may lead to files of others.
+    """
+
+    def __init__(self, path: Path, *, newest_bytes: int | None = None, follow_links: bool = False) -> None:
         self.path = path
+        self._follow_links = follow_links
         self._newest_bytes = newest_bytes
         self._position = 0
         self._inode = -1
+        self._in_long_line = False
 
     def lines(self) -> tuple[list[bytes], bool]:
         """Return the lines since the last call, and whether the file was replaced or truncated meanwhile."""
         try:
-            status = self.path.stat()
+            status = self.path.stat(follow_symlinks=self._follow_links)
         except OSError:
+            return [], False
+        if not stat.S_ISREG(status.st_mode):
             return [], False
         is_new = self._inode not in (-1, status.st_ino) or status.st_size < self._position
         if is_new or self._inode == -1:
@@ -65,22 +74,34 @@ class GrowingFile:
         if status.st_size <= self._position:
             return [], is_new
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=None if self._follow_links else _open_itself) as file:
                 file.seek(self._position)
                 data = file.read(MOST_READ_BYTES)
         except OSError:
             return [], is_new
         whole = data.rfind(b"\n") + 1
+        if not whole and len(data) == MOST_READ_BYTES:
+            whole, self._in_long_line = len(data), True  # no line of ours is as long; its end is left out, too
+            self._position += whole
+            return [], is_new
         self._position += whole
-        return data[:whole].splitlines(), is_new
+        lines = data[:whole].splitlines()
+        if lines and self._in_long_line:
+            lines, self._in_long_line = lines[1:], False
+        return lines, is_new
 
     @property
     def is_read(self) -> bool:
         """Whether all of the file has been read."""
         try:
-            return self.path.stat().st_size <= self._position
+            return self.path.stat(follow_symlinks=self._follow_links).st_size <= self._position
         except OSError:
             return True
+
+
+def _open_itself(path: str, flags: int) -> int:
+    """Open a file, but not one that a link points to, and do not wait for a pipe's other end."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 class RecordFile(GrowingFile):
@@ -234,11 +255,16 @@ class ShownJob:
         timeline = self.timeline
         return id(timeline), timeline.num_facts, self.reported_state, self.reported_why, self.members, self.devices
 
+    @property
+    def workers(self) -> set[str]:
+        """All workers that the job is known to have had, as HOST:PORT."""
+        return set(self.members).union(*(view.workers for view in self.timeline.views))
+
     def add_logs(self, paths: Sequence[Path]) -> None:
-        """Add log files that exist and are not known yet."""
+        """Add log files that exist and are not known yet. Links are not followed: they may lead to files of others."""
         known = {each.path for each in self.logs.values() if isinstance(each, LogTail)}
         for path in dict.fromkeys(paths):
-            if path not in known and len(self.logs) < MOST_LOGS and path.is_file():
+            if path not in known and len(self.logs) < MOST_LOGS and path.is_file() and not path.is_symlink():
                 name = path.name if path.name not in self.logs else f"{path.parent.name}/{path.name}"
                 self.logs[name] = LogTail(path)
 
@@ -281,7 +307,7 @@ class DashboardState:
         """Return the job that writes this record; add it if it is new."""
         job = self.job(str(path), name)
         if job.record is None:
-            job.record = RecordFile(path)
+            job.record = RecordFile(path, follow_links=True)
         return job
 
 

@@ -1,8 +1,6 @@
-"""Server of the page: runs until it is signalled, and lets in only those who may look.
+"""Server of the page: runs until it is signalled, and lets in only browsers that have shown its token.
 
-On loopback, reading is free for requests that name loopback as their host; a page of another site whose name points to
-loopback is kept out by that name. On other addresses the token is asked for, and kept in a cookie that scripts cannot
-read. NiceGUI is imported only when the server starts.
+NiceGUI is imported only when the server starts.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import os
 import socket
 import tempfile
@@ -19,20 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-import uvicorn
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pliant.elastic.http_server import listening, load_certificate, serve_until_signalled
+from pliant.elastic.connections import trust_connection
+from pliant.elastic.http_server import UvicornServer, listening, serve_until_signalled, uvicorn_config
 from pliant.errors import ConfigError
 from pliant.ui.jobs import Watcher
 
 # --- access ---
 
 
-COOKIE = "pliant_dash"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 MAX_BODY_BYTES = 4096
 WRONG_S = 0.5
 """Pause after a wrong token, to make guessing slow."""
@@ -46,20 +41,18 @@ _WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where t
 
 
 class PageGate:
-    """Middleware that checks every request and websocket."""
+    """Middleware that lets in requests and websockets of browsers that have shown the token once.
 
-    def __init__(self, app: ASGIApp, token: str, *, open_to: frozenset[str] | None) -> None:
+    They show it as `?token=` in the address that is printed at the start, or in a form, and get a cookie.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self.app = app
         self._token = token
-        self._open_to = open_to
-        """Host names under which reading needs no token; None if it always does."""
         self._mark = hmac.new(token.encode(), b"pliant dash", hashlib.sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        refusal = await self._refusal(scope, receive)
+        refusal = None if scope["type"] == "lifespan" else await self._refusal(scope, receive)
         if refusal is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -68,42 +61,45 @@ class PageGate:
             await refusal(scope, receive, send)
 
     async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
-        """Return the response to a request that is refused; None to let it pass."""
+        """Return the response to a request that is not let through; None to let it pass."""
         connection = HTTPConnection(scope)
-        if self._open_to is not None:
-            host = connection.headers.get("host", "")
-            if _name(host) in self._open_to:
-                return None
-            return PlainTextResponse(
-                f"this page is not at {host!r:.80}: open it by the address it was started with\n", 403
-            )
-        if hmac.compare_digest(connection.cookies.get(COOKIE, "").encode(), self._mark.encode()):
+        if scope["type"] == "http" and scope["method"] == "GET" and "token" in connection.query_params:
+            return await self._enter(Request(scope), connection.query_params["token"])
+        if hmac.compare_digest(connection.cookies.get(_cookie(scope), "").encode(), self._mark.encode()):
+            trust_connection(scope)
             return None
         if scope["type"] == "http" and scope["path"] == "/enter" and scope["method"] == "POST":
-            return await self._enter(Request(scope, receive))
+            return await self._enter_by_form(Request(scope, receive))
         return HTMLResponse(_FORM.replace("SAID", f"This page needs its token. {_WHERE}"), 401)
 
-    async def _enter(self, request: Request) -> Response:
+    async def _enter_by_form(self, request: Request) -> Response:
         body = b""
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 return PlainTextResponse("too long\n", 413)
-        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        return await self._enter(request, parse_qs(body.decode(errors="replace")).get("token", [""])[0])
+
+    async def _enter(self, request: Request, given: str) -> Response:
+        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             await asyncio.sleep(WRONG_S)
             return HTMLResponse(_FORM.replace("SAID", f"That is not the token. {_WHERE}"), 401)
-        answer = RedirectResponse("/", 303)
-        secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400, secure=secure)
+        answer = RedirectResponse("/", 303)  # an address without the token, which may be kept and shown to others
+        answer.set_cookie(
+            _cookie(request.scope),
+            self._mark,
+            httponly=True,
+            samesite="strict",
+            max_age=30 * 86400,
+            secure=request.url.scheme == "https",
+        )
+        answer.headers["Referrer-Policy"] = "no-referrer"
         return answer
 
 
-def _name(host: str) -> str:
-    """Return a Host header without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
+def _cookie(scope: Scope) -> str:
+    """Return the name of the cookie: browsers send those of all ports of a machine, which may have several pages."""
+    return f"pliant_dash_{scope['server'][1]}"
 
 
 # --- server ---
@@ -120,7 +116,9 @@ class DashConfig:
     port: int = 9300
     """Port; 0 picks a free one."""
     token: str = field(repr=False)
-    """Token for resizing and stopping jobs; beyond loopback, also for looking."""
+    """Token for looking at jobs, resizing and stopping them."""
+    names: tuple[str, ...] = ()
+    """Further names by which requests may call the page, such as that of a proxy before it."""
     tls_cert: str = ""
     """Certificate chain as PEM; empty for plain HTTP."""
     tls_key: str = ""
@@ -132,13 +130,6 @@ class DashConfig:
             raise ConfigError("the token is empty: set PLIANT_TOKEN to something, or leave it out")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
-
-    @property
-    def is_loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
 
 
 def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> None:
@@ -152,29 +143,18 @@ def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> N
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-dash-"))
         os.environ.setdefault("NICEGUI_STORAGE_PATH", folder)
         listener = stack.enter_context(listening(config.host, config.port))
-        server = uvicorn.Server(_settings(config, application(config, watcher)))
+        gate = PageGate(application(watcher), config.token)
+        names = (config.host, *config.names)
+        server = UvicornServer(
+            uvicorn_config(gate, names=names, tls_cert=config.tls_cert, tls_key=config.tls_key, is_page=True)
+        )
         stack.enter_context(watcher.running())
         say(_url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1]))
         serve_until_signalled(server, listener)
 
 
-def _settings(config: DashConfig, app: PageGate) -> uvicorn.Config:
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        loop="asyncio",
-        timeout_graceful_shutdown=1,
-        ssl_certfile=config.tls_cert or None,
-        ssl_keyfile=config.tls_key or None,
-    )
-    return load_certificate(settings)
-
-
-def application(config: DashConfig, watcher: Watcher) -> PageGate:
-    """Return the page behind its gate. A process can have one."""
+def application(watcher: Watcher) -> ASGIApp:
+    """Return the page. A process can have one."""
     try:
         from fastapi import FastAPI
         from nicegui import ui
@@ -185,7 +165,7 @@ def application(config: DashConfig, watcher: Watcher) -> PageGate:
     from pliant.ui.widgets import ICON
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    register_pages(watcher, JobActions(config.token))
+    register_pages(watcher, JobActions())
     ui.run_with(
         app,
         title="pliant",
@@ -196,8 +176,7 @@ def application(config: DashConfig, watcher: Watcher) -> PageGate:
         show_welcome_message=False,
         reconnect_timeout=10,
     )
-    open_to = LOOPBACK | {config.host} if config.is_loopback else None
-    return PageGate(app, config.token, open_to=open_to)
+    return app
 
 
 def _url(scheme: str, host: str, port: int) -> str:

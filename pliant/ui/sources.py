@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pliant.elastic.client import ConfigClient
+from pliant.cluster import Worker
+from pliant.elastic.client import is_etcd, open_client
 from pliant.errors import ConfigError, PliantError, ServerUnavailable
 from pliant.jobs.client import JobsClient, ServerAddress, StoredJobs, find_server, open_jobs, stop_foreground
 from pliant.jobs.status import ENDED, JobStatus, log_path
 from pliant.jobs.store import FILE as STORE
-from pliant.jobs.store import running_jobs, state_directory
+from pliant.jobs.store import running_jobs
+from pliant.tokens import find_token, state_directory
 from pliant.ui.jobs import MOST_LINES, DashboardState, JobControl, JobSource, ShownCluster, ShownJob, job_key
 from pliant.ui.timeline import plural
 
@@ -22,6 +25,8 @@ MOST_RECORDS = 500
 MOST_DEPTH = 6
 SCAN_EVERY = 10
 """Folders are searched for new records and logs only in every so many polls."""
+LOG_NAME = re.compile(r"(.+?)(?:@[0-9]+)?\.std(?:out|err)\.log")
+"""The name of a worker's log: its label, the version in which it was started, and the stream."""
 ENDS_SOON = "told to end after its step"
 
 
@@ -41,6 +46,8 @@ def open_sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) 
 def _open_source(given: str, environ: Mapping[str, str]) -> JobSource:
     if given.startswith(("http://", "https://")):
         return _open_address(given, environ)
+    if is_etcd(given):
+        return _open_membership(given, "")
     path = Path(given).absolute()
     if not path.exists():
         raise ConfigError(f"{given}: no such file; give a {RECORD}, a folder with some, or the address of a server")
@@ -62,14 +69,19 @@ def _open_address(url: str, environ: Mapping[str, str]) -> JobSource:
             raise ConfigError(f"{error}") from None
         except PliantError as error:
             refusal = error
-    token = environ.get("PLIANT_TOKEN", "")
-    with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+    try:
+        return _open_membership(url, find_token(url, environ))
+    except ConfigError as error:
+        raise refusal or error from None  # the job server explains best how to give a token
+
+
+def _open_membership(url: str, token: str) -> JobSource:
+    """Return the source for the one job whose membership is kept at `url`; raise ConfigError if nothing answers there."""
+    with open_client(url, token, timeout_s=ANSWER_S) as client:
         try:
-            client.wanted()
+            client.snapshot()
         except ServerUnavailable as error:
             raise ConfigError(f"{error}") from None
-        except PliantError as error:
-            raise refusal or error from None  # the job server explains best how to give a token
     return ConfigServerSource(url, token)
 
 
@@ -99,8 +111,8 @@ class RecordSource:
 
     def _show(self, path: Path, name: str, known: DashboardState) -> None:
         job = known.record(path, name)
-        if self._polls % SCAN_EVERY == 0:
-            job.add_logs(logs_beside(path))
+        if self._polls % SCAN_EVERY <= 1:  # the second time the record has told who its workers are
+            job.add_logs(logs_beside(path, job.workers))
 
 
 def _find_records(folder: Path) -> Iterator[Path]:
@@ -117,10 +129,30 @@ def _find_records(folder: Path) -> Iterator[Path]:
             return
 
 
-def logs_beside(record: Path) -> list[Path]:
-    """Return where the logs of a job with this record may be."""
+def logs_beside(record: Path, workers: Collection[str]) -> list[Path]:
+    """Return where the logs of a job with this record may be: in its folder of the job store, or beside the record, by the
+    names of its workers."""
     folder = record.parent
-    return [folder / "log", *sorted(folder.glob("*.std*.log")), folder.parent / "worker" / "log"]
+    stored = [folder / "log"] if record.name == RECORD else []
+    if folder.name == "aggregator":
+        stored.append(folder.parent / "worker" / "log")
+    return [*stored, *worker_logs(folder, workers)]
+
+
+def worker_logs(folder: Path, workers: Collection[str]) -> list[Path]:
+    """Return the files that `pliant run --logdir FOLDER` has written for these workers."""
+    labels = {Worker.parse(worker).label for worker in workers if _is_worker(worker)}
+    return sorted(
+        path for path in folder.glob("*.std*.log") if (found := LOG_NAME.fullmatch(path.name)) and found[1] in labels
+    )
+
+
+def _is_worker(text: str) -> bool:
+    try:
+        Worker.parse(text)
+    except ConfigError:  # a record may say anything
+        return False
+    return True
 
 
 # --- the job server or the job store ---
@@ -173,7 +205,7 @@ class StoreSource:
             if not job.logs and isinstance(jobs, JobsClient):
                 job.logs["log"] = RemoteLog(jobs.server, status.name)
         elif self._polls % SCAN_EVERY == 0:
-            job.add_logs([log_path(status), *(logs_beside(Path(status.record)) if status.record else [])])
+            job.add_logs([log_path(status), *(logs_beside(Path(status.record), job.workers) if status.record else [])])
         shown = (status.state, status.why, job.devices)
         if self._shown.get(status.name) != shown:
             self._shown[status.name] = shown
@@ -235,9 +267,9 @@ class ForegroundSource:
             if job.is_stored:
                 continue
             job.name, job.command, job.begun_s = each.name, each.command, each.started_s
-            if self._polls % SCAN_EVERY == 0 and each.record:
-                job.add_logs([*logs_beside(Path(each.record)), *sorted(Path(each.logdir or "/nowhere").glob("*.log"))])
-            _ask_config_server(job, each.config_server, each.token or self._environ.get("PLIANT_TOKEN", ""))
+            _ask_config_server(job, each.config_server, each.token or find_token(each.config_server, self._environ))
+            if self._polls % SCAN_EVERY == 0 and each.logdir:
+                job.add_logs(worker_logs(Path(each.logdir), job.workers))
             found[job.key] = job
         for key, job in self._listed.items():
             if key not in found:
@@ -261,14 +293,15 @@ def _ask_config_server(job: ShownJob, url: str, token: str) -> None:
     """Update whether the job runs, and on which workers."""
     job.control = job.control or config_server_control(url, token)
     try:
-        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
-            membership = client.membership()
+        with open_client(url, token, timeout_s=ANSWER_S) as client:
+            membership = client.snapshot().membership
     except PliantError as error:
         job.reported_state, job.reported_why = "silent", str(error)
         return
     job.members = tuple(map(str, membership.members))
-    job.reported_state = "finished" if membership.over else "running" if membership.members else "starting"
-    job.reported_why = ""
+    over = "ended" if membership.ended_by else "finished"
+    job.reported_state = over if membership.over else "running" if membership.members else "starting"
+    job.reported_why = membership.ended_by
 
 
 def config_server_control(url: str, token: str) -> JobControl:
@@ -277,12 +310,12 @@ def config_server_control(url: str, token: str) -> JobControl:
     def resize(workers: int) -> str:
         if workers < 1:
             raise ConfigError(f"{workers} workers: use 1 or more, or stop the job")
-        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+        with open_client(url, token, timeout_s=ANSWER_S) as client:
             view = client.resize(workers)
         return f"asked for {plural(workers, 'worker')} (version {view.number})"
 
     def stop() -> str:
-        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+        with open_client(url, token, timeout_s=ANSWER_S, origin="Stop on the page of pliant dash") as client:
             client.resize(0)
         return ENDS_SOON
 

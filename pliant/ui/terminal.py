@@ -28,7 +28,14 @@ STATE_STYLES = {
     "silent": "yellow",
     "failed": "red",
 }
-EVENT_STYLES = {"lost": "red", "decision": "magenta", "resize": "green", "refused": "yellow", "resumed": "cyan"}
+EVENT_STYLES = {
+    "lost": "red",
+    "decision": "magenta",
+    "resize": "green",
+    "refused": "yellow",
+    "stalled": "yellow",
+    "resumed": "cyan",
+}
 FIGURES = {
     "samples/s": "samples_per_s",
     "workers": "workers",

@@ -7,6 +7,7 @@ undone here, too. Unknown kinds of facts and damaged fields are ignored, because
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pliant.duration import span_text
 from pliant.record import Fact
 
 # --- series of numbers ---
@@ -210,6 +212,8 @@ def _clients(value: object) -> tuple[int, ...]:
 
 
 MOST_EVENTS = 5000
+MOST_CALLS = 12
+"""Calls of a stack that are shown. All are in the record."""
 MEASURED = ("noise_scale", "variance")
 LR = "learning rate"
 """Beginning of the text of decisions on the learning rate."""
@@ -222,7 +226,7 @@ class TimelineEvent:
     """An event that is marked on the curves."""
 
     kind: str
-    """One of start, resize, lost, decision, refused, resumed, end."""
+    """One of start, resize, lost, decision, refused, resumed, gap, stalled, end."""
     step: int | None
     """Step of the event; None if it is not known, as for events of a scheduler."""
     time_s: float
@@ -387,6 +391,22 @@ class JobTimeline:
         why = f"{policy}: {fact.data.get('why') if refused else decision.get('reason', '')}"
         self._add(fact, fact.kind, summary(decision) + (" cannot be done" if refused else ""), why)
 
+    def _gap(self, fact: Fact) -> None:
+        self._add(
+            fact,
+            "gap",
+            f"{plural(int(_number(fact.data.get('lost')) or 0), 'fact')} missing",
+            str(fact.data.get("why") or ""),
+        )
+
+    def _stall(self, fact: Fact) -> None:
+        rank, worker = _whole(fact.data, "rank"), fact.data.get("worker")
+        for_s = _number(fact.data.get("for_s")) or 0.0
+        text = f"rank {rank} ({worker}) is stalled: {fact.data.get('what')} for {span_text(for_s)}"
+        stack = fact.data.get("stack")
+        calls = [call_text(str(line)) for line in stack] if isinstance(stack, list) else []
+        self._add(fact, "stalled", text, " ← ".join(calls[:MOST_CALLS]))
+
     def _end(self, fact: Fact) -> None:
         self.over = True
         done = f"step {fact.step}" if self.federated is None else plural(self.federated.rounds, "round")
@@ -413,6 +433,8 @@ _HANDLERS = {
     "links": JobTimeline._links,
     "decision": JobTimeline._decision,
     "refused": JobTimeline._decision,
+    "gap": JobTimeline._gap,
+    "stall": JobTimeline._stall,
     "round": JobTimeline._federated,
     "test": JobTimeline._federated,
     "end": JobTimeline._end,
@@ -433,6 +455,12 @@ def summary(decision: Mapping[str, Any]) -> str:
             return f"topology {strategy_text(decision.get('strategy'))}"
         case kind:
             return str(kind)
+
+
+def call_text(line: str) -> str:
+    """Return a line of a stack in few words: `train.py:12 forward`."""
+    found = re.fullmatch(r'\s*File "(?:.*/)?([^"]*)", line (\d+) in (.*)', line)
+    return f"{found[1]}:{found[2]} {found[3]}" if found is not None else line.strip()
 
 
 def strategy_text(strategy: object) -> str:

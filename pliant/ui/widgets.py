@@ -92,13 +92,23 @@ STATE_COLOURS = {
     "interrupted": "warn",
     "failed": "bad",
 }
-EVENT_SHADES = {"lost": "bad", "decision": "deep", "resize": "good", "refused": "warn", "resumed": "cool"}
+EVENT_SHADES = {
+    "lost": "bad",
+    "decision": "deep",
+    "resize": "good",
+    "refused": "warn",
+    "resumed": "cool",
+    "gap": "warn",
+    "stalled": "warn",
+}
 EVENT_WORDS = {
     "resize": "workers changed",
     "lost": "worker lost",
     "decision": "decision",
     "refused": "decision that cannot be done",
     "resumed": "went on from a checkpoint",
+    "gap": "facts missing",
+    "stalled": "worker stalled",
 }
 MOST_SQUARES = 1024
 AWAY = "away"

@@ -26,12 +26,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import IO, Protocol, Self, TypeVar
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
 from pliant.errors import ConfigError, LaunchError
 from pliant.identity import WorkerSpec
 from pliant.machine import Json, machine
+from pliant_repro import forking
 from pliant_repro.lab.hosts import INTERFACE, Lab
 
 WORKER = "pliant_repro.worker"
@@ -118,7 +119,20 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
 # --- contenders ---
 
 
-Starter = Callable[[IO[bytes]], subprocess.Popen[bytes]]
+class Process(Protocol):
+    """What a contender needs of its processes: some methods of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Starter = Callable[[IO[bytes]], Process]
 """Starts one process of a contender, whose output goes to the given file."""
 
 
@@ -150,10 +164,10 @@ class Contender:
         self._num_workers, self._starters, self._setup = num_workers, starters, setup
         self._control, self._log = control, control.with_suffix(".log")
         self._listener = socket.socket(socket.AF_UNIX)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._ranks: dict[socket.socket, int] = {}
         self._received: dict[socket.socket, bytes] = {}
-        self._pidfds: dict[int, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[int, Process] = {}
         self._selector: selectors.BaseSelector | None = None
 
     def start(self) -> Self:
@@ -309,12 +323,19 @@ def clean_environ() -> dict[str, str]:
 
 
 def process_starter(argv: Sequence[str], sockets: Sequence[socket.socket] = ()) -> Starter:
-    """Return a starter of one process, which inherits `sockets`; they are closed here after it has started."""
+    """Return a starter of one process, which inherits `sockets`; they are closed here after it has started.
 
-    def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+    A worker is forked from the warm process, if there is one (see `forking`).
+    """
+
+    def start(output: IO[bytes]) -> Process:
         fds = [each.fileno() for each in sockets]
-        nowhere = subprocess.DEVNULL
-        child = subprocess.Popen(argv, stdin=nowhere, stdout=output, stderr=output, env=clean_environ(), pass_fds=fds)
+        nowhere, environ = subprocess.DEVNULL, clean_environ()
+        child: Process | None = None
+        if argv[:3] == [sys.executable, "-m", WORKER]:
+            child = forking.fork_worker(argv[3:], environ, output.fileno(), fds)
+        if child is None:
+            child = subprocess.Popen(argv, stdin=nowhere, stdout=output, stderr=output, env=environ, pass_fds=fds)
         for each in sockets:
             each.close()
         return child

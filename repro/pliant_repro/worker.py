@@ -32,6 +32,8 @@ from pliant.child import die_with
 from pliant_repro.lab.namespaces import enter
 
 COLLECTIVE_TIMEOUT_S = 120.0
+INHERITED = "PLIANT_CONTEST_FD_"
+"""In the environment of a forked worker, before the number that a descriptor has in the controller: its number here."""
 Command = Mapping[str, object]
 Opened = tuple[Mapping[str, object], Callable[[Command], Mapping[str, object]]]
 """Result of opening a program: the rank's first answer, and the function that carries out commands."""
@@ -103,14 +105,22 @@ def _prepare(setup: Command, rank: int) -> None:
     for other, environ in enumerate(environs):
         if other != rank and "PLIANT_LISTEN_FD" in environ:  # inherited from the process that started all ranks
             with contextlib.suppress(OSError):
-                os.close(int(environ["PLIANT_LISTEN_FD"]))
-    os.environ.update(environs[rank] if environs else {})
+                os.close(_own_descriptor(environ["PLIANT_LISTEN_FD"]))
+    own = dict(environs[rank]) if environs else {}
+    if "PLIANT_LISTEN_FD" in own:
+        own["PLIANT_LISTEN_FD"] = str(_own_descriptor(own["PLIANT_LISTEN_FD"]))
+    os.environ.update(own)
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(setup, rank)
     if setup.get("trace"):
         os.environ["PLIANT_TRACE"] = str(setup["trace"])
     if setup.get("pinned"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def _own_descriptor(given: str) -> int:
+    """Return the number that a descriptor of the controller has in this process; a forked worker has other numbers."""
+    return int(os.environ.get(f"{INHERITED}{given}", given))
 
 
 def pin_threads(cores: Sequence[int]) -> None:

@@ -511,7 +511,7 @@ NETWORKS = {
     "lstm-dropout": Network(partial(LSTMLanguageModel, 33278, 650, between=0.2), "text", 64, 32, "sgd", 33278),
     "lstm-dropout-tiny": Network(partial(LSTMLanguageModel, 128, 32, between=0.2), "text", 8, 2, "sgd", 128),
     "resnet50-tiny": Network(
-        partial(ResNet, (1, 1, 1, 1), bottleneck=True, width=8, classes=10), "images", 32, 2, "sgd", 10
+        partial(ResNet, (1, 1, 1, 1), bottleneck=True, width=8, classes=10), "images", 32, 4, "sgd", 10
     ),
 }
 assert set(NETWORKS) == set(TRAINED), "profiles.TRAINED lists these networks"

@@ -21,7 +21,7 @@ from pliant.cli.connection import devices_text
 from pliant.duration import span_text
 from pliant.errors import ConfigError, ServerUnavailable
 from pliant.jobs.client import JobsClient, ServerAddress, find_server
-from pliant.jobs.store import state_directory
+from pliant.tokens import state_directory
 
 MAIN = "from pliant.cli.main import main; main()"
 DEADLINE_S = 60.0

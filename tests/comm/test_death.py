@@ -58,7 +58,7 @@ def survivor(rank: int, spec: WorkerSpec, when: str, namespace: str = "") -> Out
     if namespace:
         enter(namespace)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with joined(spec) as engine:
+    with joined(spec, are_watched=bool(namespace)) as engine:
         engine.barrier()
         if when == IDLE:
             say("up")
@@ -224,6 +224,24 @@ def test_a_worker_that_wakes_after_it_was_given_up_learns_it() -> None:
         assert [rank for rank, _, _ in started.results(20, others(1))] == [1, 1, 1]
         started.kill(1, signal.SIGCONT)
         assert started.hear(1, 10)[0] in others(1)
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+def test_one_that_holds_the_interpreter_lock_is_slow_and_not_lost(hosts: str) -> None:
+    """On other hosts that takes a runner there, which would end a process that is stopped."""
+    with job(hold_lock, specs(addresses(hosts), timeout_s=0.5)) as started:
+        assert started.results(20) == [4.0] * 4
+
+
+def hold_lock(rank: int, spec: WorkerSpec) -> float:
+    """Reduce twice; between that one rank can do nothing for four times the timeout."""
+    with joined(spec, are_watched=True) as engine:
+        engine.barrier()
+        if rank == 2:
+            ctypes.PyDLL(None).usleep(2_000_000)
+        total = torch.ones(3_000_000)  # more than the kernel keeps for one who reads nothing
+        engine.all_reduce("gradient", total).wait(20)
+        return total.mean().item()
 
 
 @pytest.mark.root

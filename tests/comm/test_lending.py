@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import resource
 import socket
 import threading
 import time
@@ -16,10 +17,11 @@ import pytest
 import torch
 from views import QUICK, on_all, subview
 
-from pliant.comm import lending
+from pliant.comm import byte_copies, fetching, lending
+from pliant.comm.byte_copies import ByteRun, copy_bytes
 from pliant.comm.engine import Engine
+from pliant.comm.fetching import WINDOW, cut_pieces
 from pliant.comm.frames import FrameKind, header
-from pliant.comm.lending import ByteRun, CopyJob, copy_bytes, cut_pieces
 from pliant.comm.memory import SharedMemory
 from pliant.comm.transport import Transport, loopback_transports, view_of
 from pliant.errors import CommError, Mismatch, NotStored, ViewChanged, WorkerLost
@@ -33,11 +35,11 @@ MANY = [3, 0, 70_001, 9, 400_000, 5]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut what the tests lend into many pieces."""
-    monkeypatch.setattr(lending, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(lending.cut_pieces, "__defaults__", (128 << 10,))
-    monkeypatch.setattr(lending, "GROUPED_BYTES", 64 << 10)
+    for module in (lending, fetching):
+        monkeypatch.setattr(module, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(lending, "SMALL_BYTES", 256)
-    monkeypatch.setattr(lending, "AT_ONCE_BYTES", 1 << 10)
+    monkeypatch.setattr(fetching, "GROUPED_BYTES", 64 << 10)
+    monkeypatch.setattr(fetching, "AT_ONCE_BYTES", 1 << 10)
 
 
 def some_tensors(seed: int = 0) -> list[torch.Tensor]:
@@ -84,7 +86,7 @@ def test_pieces_cover_every_byte_once() -> None:
         assert [begin for begin, _ in even] == [0, *(end for _, end in even[:-1])]
         assert even[-1][1] == sum(sizes)
         assert all(end - begin == 128 << 10 for begin, end in even[:-1])
-    assert cut_pieces([0, 0]) == cut_pieces([0, 0], is_even=True) == [(0, 0)]
+    assert cut_pieces([0, 0], 9) == cut_pieces([0, 0], 9, is_even=True) == [(0, 0)]
 
 
 def test_a_run_of_bytes_is_that_of_its_tensors() -> None:
@@ -203,10 +205,10 @@ class Gate:
     def __init__(self, transport: Transport) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        transport.lending.copies.submit(CopyJob([], [], self._hold))
+        transport.lending.copies.call(self._hold)
         assert self.reached.wait(10)
 
-    def _hold(self, _: Exception | None) -> None:
+    def _hold(self) -> None:
         self.reached.set()
         self.open.wait(30)
 
@@ -250,7 +252,7 @@ def test_a_lender_that_moves_on_tells_who_still_fetches() -> None:
         ranks = [transport.enter(subview(0, workers)) for transport in made]
         gate = Gate(made[0])
         near = ranks[1].fetch([0], "state", like(lent))
-        until(lambda: len(made[0].lending._copied) == lending.WINDOW)
+        until(lambda: len(made[0].lending._copied) == WINDOW)
         made[0].enter(subview(1, workers[:1]))
         gate.open.set()
         with pytest.raises(ViewChanged):
@@ -258,6 +260,22 @@ def test_a_lender_that_moves_on_tells_who_still_fetches() -> None:
         made[0].reclaim("")
         until(lambda: len(made[0].lending._free) == lending.NUM_SLOTS)
         assert not made[0].lending._read
+
+
+def test_a_copy_that_has_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = view_of("AA").workers
+    lent = some_tensors()
+    with loopback_transports(workers, QUICK) as made:
+        made[0].lend("state", lent)
+        ranks = [transport.enter(subview(0, workers)) for transport in made]
+        with monkeypatch.context() as patch:
+            patch.setattr(byte_copies, "copy_bytes", mock.Mock(side_effect=RuntimeError("cannot be pinned")))
+            with pytest.raises(NotStored):
+                ranks[1].fetch([0], "state", like(lent)).wait(10)
+            until(lambda: len(made[0].lending._free) == lending.NUM_SLOTS)
+        out = like(lent)
+        ranks[1].fetch([0], "state", out).wait(10)
+        assert all_equal(out, lent)
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -270,7 +288,7 @@ def test_memory_that_a_silent_worker_reads_is_never_used_again(is_silent: bool) 
         ranks = [transport.enter(subview(0, workers[:2])) for transport in made[:2]]
         gate = Gate(made[1])  # it has been told where the pieces lie, and does not read them
         fetch = ranks[1].fetch([0], "state", like(lent))
-        until(lambda: len(made[0].lending._read) == lending.WINDOW)
+        until(lambda: len(made[0].lending._read) == WINDOW)
         read = {id(slot) for slot in made[0].lending._read.values()}
 
         def drop() -> None:
@@ -295,7 +313,7 @@ def test_memory_that_a_silent_worker_reads_is_never_used_again(is_silent: bool) 
         held = made[0].lending
         usable = {id(slot) for slot in (*held._free, *held._copied.values())}
         assert usable.isdisjoint(read) == is_silent
-        assert len(held._abandoned) == (lending.WINDOW if is_silent else 0)
+        assert len(held._abandoned) == (WINDOW if is_silent else 0)
 
 
 def test_a_piece_that_nobody_waits_for_is_returned() -> None:
@@ -366,3 +384,20 @@ def test_slots_are_pinned_by_the_peers_of_a_coming_view() -> None:
         made[3].reserve(pins=True)
         on_all(ranks, Engine.barrier)
         assert pinned == [[size], [size], [], []], "whoever is in a view does not pin what it will not read"
+
+
+def test_populated_memory_keeps_its_contents_and_costs_no_page_faults_later() -> None:
+    memory = SharedMemory()
+    whole = memory.empty_arena((64 << 20) + 64)
+    whole[:3], whole[-1] = 7, 9
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.arenas[0].populate()
+    populated = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    assert whole[:4].tolist() == [7, 7, 7, 0]
+    assert whole[-1] == 9
+    whole.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - populated
+    if populated == before and faults > 1000:
+        pytest.skip("this kernel cannot populate memory")
+    assert faults < 1000, "there are 16384 pages"
+    memory.close()

@@ -65,7 +65,7 @@ def config_server(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]
     view = directory / "view.json"
     view.write_text(json.dumps(specs(addresses("AABB"))[0].view.to_json()))
     program = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server"]
-    flags = ["-host", "127.0.0.1", "-port", "0", "-init", str(view)]
+    flags = ["-host", "127.0.0.1", "-port", "0", "-init", str(view), "--open"]
     with subprocess.Popen(
         [*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=directory
     ) as server:

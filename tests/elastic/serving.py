@@ -19,8 +19,9 @@ ONE, TWO = View(0, (A0,), (RUN_A,)), View(0, (A0, A1), (RUN_A,))
 
 @contextmanager
 def serving(**settings: object) -> Iterator[tuple[ConfigServer, ConfigClient]]:
-    """A server with these settings on a free port, and a client of it."""
-    config = ServerConfig(port=0, **settings)  # type: ignore[arg-type]
+    """A server with these settings, on a free port unless they say which, open to all unless there is a token, and a client
+    of it."""
+    config = ServerConfig(**{"port": 0, "open": "token" not in settings, **settings})  # type: ignore[arg-type]
     with ConfigServer(config).running() as server, ConfigClient(server.url, config.token) as client:
         yield server, client
 
@@ -28,7 +29,7 @@ def serving(**settings: object) -> Iterator[tuple[ConfigServer, ConfigClient]]:
 def held(server: ConfigServer, version: int) -> socket.socket:
     """A GET of the view that the server is holding."""
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    sock.sendall(b'GET /config?wait=50 HTTP/1.1\r\nHost: a\r\nIf-None-Match: "%d"\r\n\r\n' % version)
+    sock.sendall(b'GET /config?wait=50 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: "%d"\r\n\r\n' % version)
     return sock
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gang import free_port
 from serving import A0, A1, RUN_A, TWO
 
 from pliant.cli.main import main
 from pliant.cluster import Membership, Wanted
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ClusterCleared, ConfigError
+from pliant.tokens import find_token
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +37,7 @@ class Program:
 @contextmanager
 def started(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Program]:
     """The program with `flags` on a free port, from when it has said its address until the block ends."""
-    command = [*PROGRAM, "-port", "0", *(() if "-host" in flags else ("-host", "127.0.0.1")), *flags]
+    command = [*PROGRAM, "-port", "0", *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=None if env is None else dict(env)
     ) as process:
@@ -68,7 +70,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
-    with started("--state", state) as program, ConfigClient(program.url) as client:
+    with started("--open", "--state", state) as program, ConfigClient(program.url) as client:
         client.put(TWO)
         client.ready(A0)
         client.ready(A1)
@@ -77,16 +79,18 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
         newcomer = view.workers[1]
         program.process.kill()
         assert program.process.wait(30) == -signal.SIGKILL
-    with started("--state", state) as program, ConfigClient(program.url) as client:
+    with started("--open", "--state", state) as program, ConfigClient(program.url) as client:
         assert client.wanted() == Wanted(3, view)
         assert client.membership() == membership == Membership(2, (A0,), urgent=2, wanted=2)
         assert client.ready(newcomer).members == (A0, newcomer), "that A0 was ready has not been forgotten"
         client.clear(expected=3)
         program.process.kill()
-    with started("--state", state) as program, ConfigClient(program.url) as client:
+    with started("--open", "--state", state) as program, ConfigClient(program.url) as client:
         with pytest.raises(ClusterCleared):
             client.put(TWO)
-        assert client.membership() == Membership(4, (), urgent=2, over=True, wanted=4)
+        assert client.membership() == Membership(
+            4, (), urgent=2, over=True, wanted=4, ended_by="POST /clear from 127.0.0.1"
+        )
         assert client.reset() == 5
         assert client.membership() == Membership(4, (), urgent=2, wanted=5)
 
@@ -105,7 +109,7 @@ def test_kungfus_flags_and_stop(tmp_path: Path) -> None:
     init = tmp_path / "init.json"
     init.write_text(json.dumps({"Runners": [RUN_A.to_json()], "Workers": [A0.to_json()]}))
     flags = ("-init", str(init), "-endpoint", "/job", "-ttl", "600", "-H", "127.0.0.1:2", "-port-range", "10000-10009")
-    with started(*flags) as program, ConfigClient(program.url) as client:
+    with started("--open", *flags) as program, ConfigClient(program.url) as client:
         assert program.url.endswith("/job")
         view = client.resize(2)
         assert (view.number, view.workers[0], view.size, view.runners) == (2, A0, 2, (RUN_A,))
@@ -123,11 +127,31 @@ def test_it_says_where_others_reach_it_if_it_listens_everywhere() -> None:
         line = program.process.stdout.readline()
         assert line.startswith("listening on all addresses of this machine (0.0.0.0:")
         for url in re.findall(r"http://\S+", line):
-            with ConfigClient(url) as client:
+            with ConfigClient(url, find_token(url)) as client:
                 assert client.get() is None
-    with started() as program:
+    with started("--open") as program:
         assert program.process.stdout is not None
-        assert program.process.stdout.readline().startswith("no token")
+        assert "everybody who reaches this port can change and end the jobs" in program.process.stdout.readline()
+
+
+def test_without_a_token_it_makes_one_that_its_owner_finds_also_after_a_restart() -> None:
+    tokens, port = [], free_port("127.0.0.1")
+    for _ in range(2):
+        with started("-port", str(port)) as program:
+            assert program.url == f"http://127.0.0.1:{port}/config", "on loopback unless told otherwise"
+            assert program.process.stdout is not None
+            line = program.process.stdout.readline()
+            file = Path(line.removeprefix("requests need the token in ").strip())
+            assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+            tokens.append(file.read_text())
+            assert find_token(program.url) == tokens[-1] not in line
+            check_token(program.url, tokens[-1], "")
+            program.process.kill()
+    assert tokens[0] == tokens[1]
+    with started() as program:
+        program.process.terminate()
+        assert program.process.wait(30) == 0
+        assert find_token(program.url) == "", "a port of the moment leaves no file"
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.cluster import Membership, View, Wanted, Worker
+from pliant.cluster import BY_PROGRAM, Membership, View, Wanted, Worker
 from pliant.elastic.membership import (
     AddWorker,
     ClearView,
@@ -23,7 +23,7 @@ from pliant.elastic.membership import (
     ViewRequest,
     WorkerNotice,
 )
-from pliant.errors import ClusterCleared, ConfigError, NotWanted, PliantError
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, PliantError, StaleView
 
 A0, A1, A2, A3 = (Worker("10.0.0.1", port) for port in (10000, 10001, 10002, 10003))
 B0 = Worker("10.0.0.2", 10000)
@@ -60,6 +60,19 @@ def test_a_newcomer_joins_when_it_is_ready() -> None:
 
 def test_a_shrink_takes_effect_at_once_and_is_not_urgent() -> None:
     assert after(*TWO, ResizeView(1)).membership == Membership(2, (A0,), wanted=2)
+
+
+def test_a_resize_beyond_the_replicas_is_refused_once_they_are_known() -> None:
+    known = after(*TWO, SettledNotice(A0, replicas=3))
+    assert known.after(ResizeView(3)).wanted.view.size == 3
+    with pytest.raises(CapacityError, match="size 4: the job has 3 replicas, .* ask for 3 or fewer"):
+        known.after(ResizeView(4))
+    with pytest.raises(StaleView):
+        known.after(ResizeView(4, expected=7))
+    assert after(*TWO, ResizeView(4)).wanted.view.size == 4, "nobody knows how many replicas there will be"
+    standing_by = known.after(AddWorker(A2)).after(AddWorker(A3)).after(AddWorker(B0))
+    assert standing_by.wanted.view.size == 5, "who is added one by one may stand by"
+    assert standing_by.after(ResizeView(4)).wanted.view.size == 4, "a shrink is a shrink"
 
 
 def test_a_full_replacement_keeps_the_old_until_all_new_are_ready() -> None:
@@ -108,7 +121,7 @@ def test_a_member_that_is_no_longer_wanted_can_still_be_lost() -> None:
     assert state.after(ReadyNotice(A2)).membership.members == (A0, A2)
 
 
-@pytest.mark.parametrize("end", [ClearView(), ResizeView(0), put(), FinishNotice()], ids=str)
+@pytest.mark.parametrize("end", [ClearView(), ResizeView(0), put(), FinishNotice(), FinishNotice(A0)], ids=str)
 def test_the_end_is_over_for_everybody_until_a_reset(end: ViewRequest | WorkerNotice) -> None:
     state = after(*TWO, end)
     assert (state.membership.number, state.membership.members, state.membership.over) == (2, (), True)
@@ -122,8 +135,29 @@ def test_the_end_is_over_for_everybody_until_a_reset(end: ViewRequest | WorkerNo
     assert fresh.after(put(A0)).after(ReadyNotice(A0)).membership.number == 3
 
 
+@pytest.mark.parametrize("end", [ClearView(), ResizeView(0), put(), FinishNotice()], ids=str)
+def test_who_ends_a_job_before_its_last_step_is_named(end: ViewRequest | WorkerNotice) -> None:
+    ended = after(*TWO).after(end, by="pliant stop")
+    assert ended.membership.ended_by == "pliant stop"
+    assert after(*TWO, end).membership.ended_by, "if nobody is named, it is no good end all the same"
+    assert ended.after(ResetView()).membership.ended_by == ""
+    assert after(*TWO).after(ResizeView(0), by=BY_PROGRAM).membership.ended_by == "", "that was its last step"
+    finished = after(*TWO, FinishNotice(A0))
+    assert finished.membership.ended_by == ""
+    later = finished.after(end, by="pliant stop") if isinstance(end, ClearView | FinishNotice) else finished
+    assert later.membership.ended_by == "", "its last step was done before"
+
+
+def test_a_job_whose_last_worker_leaves_has_not_finished() -> None:
+    one = after(*TWO, LeaveNotice(A0))
+    assert one.membership.ended_by == ""
+    last = one.after(LeaveNotice(A1), by="POST /leave from 127.0.0.1")
+    assert last.membership.over
+    assert last.membership.ended_by == f"its last worker, {A1}, has left, as after a notice of preemption"
+
+
 def test_a_late_worker_of_a_finished_job_learns_that_it_is_over() -> None:
-    assert after(put(A0, A1), ReadyNotice(A0), FinishNotice(), ReadyNotice(A1)).membership == Membership(
+    assert after(put(A0, A1), ReadyNotice(A0), FinishNotice(A0), ReadyNotice(A1)).membership == Membership(
         0, over=True, wanted=1
     )
 
@@ -349,9 +383,11 @@ def check_step(state: ElasticState, request: ViewRequest | WorkerNotice, then: E
     assert before.urgent <= membership.urgent <= membership.number
     was_loss = isinstance(request, LossNotice) and request.worker in before.members
     assert membership.urgent == (membership.number if was_loss else before.urgent)
+    was_finished = isinstance(request, FinishNotice) and state.wanted.view is not None
     assert membership.over == (
-        then.wanted.cleared or (before.over and not isinstance(request, ResetView)) or then.finished
+        then.wanted.cleared or (before.over and not isinstance(request, ResetView)) or was_finished
     )
+    assert not membership.ended_by or membership.over
     assert not (membership.over and membership.members)
     assert then.ready <= {*membership.members, *(view.workers if view else ())}
     if membership.members != before.members:

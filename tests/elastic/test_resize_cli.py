@@ -105,7 +105,7 @@ def test_zero_ends_the_job(job: ConfigClient, resize: Callable[..., Said]) -> No
 
 
 def test_a_job_that_ends_meanwhile_is_no_success(job: ConfigClient, resize_while: Callable[..., Said]) -> None:
-    code, _, err = resize_while(3, job.finish)
+    code, _, err = resize_while(3, lambda: job.finish(A0))
     assert code == 1
     assert "the job ended before it ran on 3 workers" in err
 

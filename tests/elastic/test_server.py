@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import socket
-import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 from certificates import make_certificate
+from full_disk import limited_files
 from serving import A0, A2, ONE, TWO, serving
 
 from pliant.cluster import View, Worker
 from pliant.elastic.client import ConfigClient
-from pliant.elastic.membership import ElasticState
 from pliant.elastic.server import ConfigServer, ServerConfig
-from pliant.elastic.store import StateStore
 from pliant.errors import (
     CapacityError,
     ClusterCleared,
@@ -158,7 +156,7 @@ def test_health_and_metrics(http: httpx.Client, client: ConfigClient) -> None:
 # Who may, and over what
 
 
-def test_a_token_is_needed_where_there_is_one() -> None:
+def test_a_token_is_needed_where_there_is_one_also_to_read() -> None:
     with serving(token="s3cret", initial=TWO) as (server, client):
         assert client.get() is not None
         for token in ("", "wrong", "s3cre", "s3cret2"):
@@ -173,11 +171,51 @@ def test_a_token_is_needed_where_there_is_one() -> None:
         assert client.wanted().version == 1
     with pytest.raises(ConfigError, match="printable ASCII"):
         ServerConfig(token="a b")
+    with pytest.raises(ConfigError, match="has no token: set PLIANT_TOKEN, or use --open"):
+        ServerConfig()
+    with pytest.raises(ConfigError, match="has a token, and is open to all"):
+        ServerConfig(token="s3cret", open=True)
+
+
+def test_no_get_changes_anything_but_the_artifacts_reset_of_an_open_server(http: httpx.Client) -> None:
+    with serving(token="s3cret", initial=TWO) as (server, client):
+        for path in ("/reset", "/stop", "/clear", "/finish", "/put", "/resize", "/addworker", "/removeworker", "/lost"):
+            url, headers = server.url.replace("/config", path), {"Authorization": "Bearer s3cret"}
+            assert httpx.get(url, headers=headers, trust_env=False).status_code == 405, path
+        assert client.wanted().version == 1
+    assert http.get("/stop").status_code == 405
+    assert http.get("/reset").status_code == 200
+
+
+FOREIGN = [{"Host": host} for host in ("evil.example", "evil.example:9100", "", "10.1.2.3", "0.0.0.0")]
+FOREIGN += [{"Origin": origin} for origin in ("http://evil.example", "null", "http://127.0.0.1:1")]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_page_of_another_site_is_refused_by_every_route(http: httpx.Client, headers: dict[str, str]) -> None:
+    for method, path in [
+        ("GET", "/config"),
+        ("GET", "/health"),
+        ("GET", "/nowhere"),
+        ("POST", "/clear"),
+        ("GET", "/reset"),
+    ]:
+        assert http.request(method, path, headers=headers).status_code == 403, path
+
+
+def test_a_server_is_called_by_its_own_names(http: httpx.Client) -> None:
+    port = http.base_url.port
+    for name in ("127.0.0.1", "localhost", "[::1]", socket.gethostname()):
+        own = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}"}
+        assert http.get("/health", headers=own).status_code == 200, name
+    with serving(names=("jobs.example",)) as (server, _):
+        url = server.url.replace("/config", "/health")
+        assert httpx.get(url, headers={"Host": "jobs.example"}, trust_env=False).status_code == 200
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = make_certificate(tmp_path, "server")
-    config = ServerConfig(port=0, tls_cert=cert, tls_key=key, initial=TWO)
+    config = ServerConfig(port=0, open=True, tls_cert=cert, tls_key=key, initial=TWO)
     with ConfigServer(config).running() as server:
         assert server.url.startswith("https://127.0.0.1:")
         with ConfigClient(server.url) as stranger, pytest.raises(ServerUnavailable, match="(?i)certificate"):
@@ -189,7 +227,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             plain.get()
     with (
         pytest.raises(ConfigError, match="belong together"),
-        ConfigServer(ServerConfig(port=0, tls_cert=cert, tls_key=cert)).running(),
+        ConfigServer(ServerConfig(port=0, open=True, tls_cert=cert, tls_key=cert)).running(),
     ):
         pass
 
@@ -225,20 +263,25 @@ def test_a_state_file_of_something_else(tmp_path: Path, content: bytes | None) -
         pass
 
 
-def test_what_cannot_be_saved_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(initial=TWO) as (server, client):
-
-        def full(self: StateStore, state: ElasticState) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
-
-        monkeypatch.setattr(StateStore, "save", full)
-        with pytest.raises(ServerUnavailable, match="nothing has changed: database or disk is full"):
-            client.put(ONE)
-        assert client.wanted().version == server.wanted.version == 1
+def test_a_full_disk_stops_no_change_and_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pliant.elastic.store.RETRY_PERIOD_S", 0.0)
+    path = tmp_path / "state"
+    with serving(initial=TWO, state=str(path)) as (_, client):
+        with limited_files(0):
+            assert client.put(ONE).number == 2
+            assert client.wanted().version == 2
+        client.snapshot()  # any worker that asks for the state has it written
+    assert "disk" in caplog.text
+    assert "can be written again" in caplog.text
+    with serving(state=str(path)) as (server, _):
+        assert server.wanted.view is not None
+        assert server.wanted.view.workers == ONE.workers
 
 
 def test_a_taken_port_is_said_clearly(shared: ConfigServer) -> None:
-    again = ConfigServer(ServerConfig(port=shared.port))
+    again = ConfigServer(ServerConfig(port=shared.port, open=True))
     with pytest.raises(ConfigError, match=f"port {shared.port}: .*in use; give a free port"), again.running():
         pass
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -40,6 +40,7 @@ from pliant.elastic.membership import (
 from pliant.elastic.server import ConfigServer
 from pliant.elastic.store import StateStore
 from pliant.errors import NotWanted, ServerUnavailable, StaleView
+from pliant.identity import WorkerSpec
 
 WORKER = {"IPv4": 2130706433, "Port": 10000}
 RUNNER = {"IPv4": 2130706433, "Port": 38080}
@@ -128,12 +129,12 @@ def test_a_megabyte_of_runners_is_refused_quickly(http: httpx.Client) -> None:
 
 
 GARBAGE = [
-    b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/x\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: a\r\nX" + b"x" * 70_000, b"PUT /config HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-    b"PUT /config HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-    b"PUT /config HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
-    b"PUT /config HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-    b"GET / HTTP/1.1\r\nHost: a\r\nBad Header: 1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100,
+    b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/x\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX" + b"x" * 70_000, b"PUT /config HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"PUT /config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+    b"PUT /config HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+    b"PUT /config HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100,
 ]  # fmt: skip
 
 
@@ -150,14 +151,14 @@ def test_what_is_not_http_gets_400_or_the_door(server: ConfigServer, client: Con
 def test_half_a_body_and_then_nothing_harms_nobody(server: ConfigServer, client: ConfigClient) -> None:
     view = client.put(TWO)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
-        sock.sendall(b"PUT /config HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+        sock.sendall(b"PUT /config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
     assert client.get() == view
 
 
 def test_a_body_that_does_not_come_is_408(server: ConfigServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
-        sock.sendall(b"PUT /config HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+        sock.sendall(b"PUT /config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
 
 
@@ -180,7 +181,7 @@ def malformed(chance: random.Random) -> bytes:
     )  # fmt: skip
     if method == "POST" and path in ("config", "reset", "clear"):
         body = body.strip() or b"x"
-    return b"%s /%s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (
+    return b"%s /%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
         method.encode(), path.encode(), len(body), body,
     )  # fmt: skip
 
@@ -306,9 +307,9 @@ def test_a_job_from_its_first_worker_to_its_end(client: ConfigClient) -> None:
     assert client.lost(A1, "silent") == client.leave(A1) == after_loss
     left = client.leave(A2)
     assert (left.members, left.urgent) == ((A0,), after_loss.number)
-    ended = client.finish()
+    ended = client.finish(A0)
     assert (ended.number, ended.members, ended.over) == (left.number + 1, (), True)
-    assert client.finish() == client.membership() == ended
+    assert client.finish(A1) == client.membership() == ended
 
 
 def test_the_json_of_a_membership(client: ConfigClient, http: httpx.Client) -> None:
@@ -321,9 +322,11 @@ def test_the_json_of_a_membership(client: ConfigClient, http: httpx.Client) -> N
         "Over": False,
         "Wanted": membership.wanted,
         "Begun": False,
+        "EndedBy": "",
     }
     assert http.get("/membership").json() == http.post("/ready", json={"Worker": members[0]}).json() == expected
-    assert http.post("/finish").json()["Over"] is True
+    ended = http.post("/finish", headers={"Pliant-Origin": "pliant\x7f test"}).json()
+    assert (ended["Over"], ended["EndedBy"]) == (True, "pliant test (POST /finish from 127.0.0.1)")
     text = http.get("/metrics").text
     assert f"\npliant_config_membership {membership.number + 1}.0\n" in text
     assert "\npliant_config_members 0.0\n" in text
@@ -336,7 +339,7 @@ def test_the_json_of_a_membership(client: ConfigClient, http: httpx.Client) -> N
         lambda client: client.leave(A1),
         lambda client: client.resize(1),
         lambda client: client.clear(),
-        lambda client: client.finish(),
+        lambda client: client.finish(A0),
         lambda client: client.reset(),
     ],
     ids=["lost", "leave", "resize", "clear", "finish", "reset"],
@@ -377,7 +380,7 @@ def test_nobody_waits_for_what_is_there_already(client: ConfigClient) -> None:
     membership = running(client)
     assert client.wait_for_membership(membership.number - 1, 50) == membership
     assert client.wait_for_membership(membership.number, 0.05) == membership
-    over = client.finish()
+    over = client.finish(A0)
     assert client.wait_for_membership(over.number, 50) == over
 
 
@@ -451,7 +454,7 @@ def test_a_restart_forgets_no_membership(tmp_path: Path) -> None:
         # That A1 is ready has been remembered: only A2 was missing.
         replaced = client.ready(A2)
         assert replaced == Membership(lost.number + 1, (A1, A2), lost.urgent, False, 3)
-        over = client.finish()
+        over = client.finish(A0)
     with serving(state=state, initial=ONE) as (_, client):
         assert client.membership() == over
         assert client.reset() == 4
@@ -472,6 +475,8 @@ def test_the_store_keeps_the_whole_state(tmp_path: Path) -> None:
         LeaveNotice(A1),
     ):
         state = state.after(request)
+    some = {"unheard": frozenset({A0}), "lost": frozenset({A1})}
+    state = replace(state, id="5eed", restored=2, unused=7, first=1, **some)  # type: ignore[arg-type]
     assert all(getattr(state, each.name) for each in fields(state)), "nothing is left at its default"
     with StateStore(str(tmp_path / "state")) as store:
         store.save(state)
@@ -492,26 +497,49 @@ def test_a_restart_forgets_nobody_whom_a_loss_has_put_off(tmp_path: Path) -> Non
     with serving(state=state) as (_, client):
         assert client.settled(A0, 4) == lost
         assert client.settled(A0, 4, lost.number).members == (A0, A2)
-    old = sqlite3.connect(state)
-    with contextlib.closing(old):
-        old.execute("DROP TABLE newcomers")  # as version 0.1 has written it
+
+
+def test_a_state_file_of_version_0_1_is_still_read(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "state")) as old:
+        for table, *row in (
+            ("wanted", 3, json.dumps(TWO.to_json())),
+            ("roll", json.dumps(Membership(2, (A0,), wanted=3).to_json()), json.dumps([A0.to_json()])),
+            ("settled", json.dumps([A0.to_json()]), 4),
+        ):
+            old.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, a, b)")
+            old.execute(f"INSERT INTO {table} VALUES (1, ?, ?)", row)
         old.commit()
-    with serving(state=state) as (_, client):
-        assert client.membership().members == (A0, A2)
+    with StateStore(str(tmp_path / "state")) as store:
+        assert store.state.id, "a state of 0.1 is of no job that is known"
+        assert replace(store.state, id="") == ElasticState(
+            Wanted(3, replace(TWO, number=3)), Membership(2, (A0,), wanted=3), frozenset({A0}), frozenset({A0}), 4
+        )
+        changed = store.state.after(LossNotice(A0))
+        store.save(changed)
+    with StateStore(str(tmp_path / "state")) as store:
+        assert store.state == changed
 
 
-def test_what_cannot_be_saved_happens_neither_in_the_view_nor_in_the_membership(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_changes_nothing_in_the_file_and_is_saved_later(tmp_path: Path) -> None:
     with StateStore(str(tmp_path / "state")) as store:
         for request in (PutView(TWO), ReadyNotice(A0), ReadyNotice(A1)):
             store.save(store.state.after(request))
         before = store.state
         assert store._database is not None
-        store._database.execute("CREATE TRIGGER full BEFORE INSERT ON roll BEGIN SELECT RAISE(ABORT, 'disk full'); END")
-        with pytest.raises(sqlite3.Error, match="disk full"):
-            store.save(before.after(LossNotice(Worker("127.0.0.1", 10001))))
-        assert store.state == before
+        store._database.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON state BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+        )
+        after = before.after(LossNotice(Worker("127.0.0.1", 10001)))
+        store.save(after)
+        assert store.state == after != before
+        with contextlib.closing(sqlite3.connect(f"file:{tmp_path / 'state'}?immutable=1", uri=True)) as reader:
+            kept = reader.execute("SELECT state FROM state").fetchone()[0]
+            assert ElasticState.from_json(json.loads(kept)) == before
+        store._database.execute("DROP TRIGGER full")
+        store._tried_s -= 10
+        store.retry()
     with StateStore(str(tmp_path / "state")) as again:
-        assert again.state == before
+        assert again.state == after
 
 
 # Following the server, and sending to it
@@ -572,6 +600,46 @@ def test_a_member_that_says_goodbye_while_the_others_count_on_it_is_reported(
     for call in member._sender.report.call_args_list:
         call.args[1](client)
     assert client.mock_calls == [mock.call.lost(A1, "it has left", by=A0)] * is_reported
+
+
+def test_a_worker_that_needs_the_server_says_so_and_waits_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pliant.elastic.member.SAY_AWAY_S", 0.1)
+    monkeypatch.setattr("pliant.elastic.member.SERVER_AWAY_S", 1.0)
+    view = View(1, (A0, A1), (RUN_A,))
+    url = "http://127.0.0.1:9/config"  # nobody listens there
+    member = Member(WorkerSpec(worker=A0, view=view, secret=b"s", elastic=True, config_server=url), mock.Mock())
+    member._current, member._entered = view.workers, 1
+    member._on_lost(A1, "cut off")
+    member._follower.start(ClusterSnapshot())
+    with (
+        contextlib.closing(member),
+        pytest.raises(ServerUnavailable, match=r"not answered for [1-9] s: this worker stops"),
+    ):
+        member.wait_for_membership(1)
+    waits = "127.0.0.1:10000 waits: 127.0.0.1:10001 was lost, and only the config server"
+    assert f"{waits} {url} can say who goes on, but it does not answer: start it again at this address" in caplog.text
+
+
+def test_a_member_reports_again_what_a_server_that_was_restored_has_forgotten() -> None:
+    sender, client = mock.Mock(), mock.Mock()
+    view = View(1, (A0, A1), (RUN_A,))
+    spec = WorkerSpec(worker=A0, view=view, secret=b"s", elastic=True, config_server="http://127.0.0.1:9")
+    member = Member(spec, mock.Mock())
+    member._sender, member.max_members, member._entered = sender, 4, 3
+    member.ready()
+    member.settled(after_step=True)
+    snapshot = ClusterSnapshot(Wanted(1, view), Membership(3, (A0, A1)), "5eed")
+    sender.reset_mock()
+    member._on_change(snapshot)
+    assert sender.job == "5eed"
+    assert not sender.mock_calls
+    member._on_change(replace(snapshot, restored=1))
+    member._on_change(replace(snapshot, restored=1))
+    for call in sender.report.call_args_list:
+        call.args[1](client)
+    assert client.mock_calls == [mock.call.settled(A0, 4, 3), mock.call.ready(A0)], "that it is ready comes last"
 
 
 def test_what_cannot_be_delivered_keeps_nobody_beyond_its_time_and_nothing_is_awaited_after_the_end() -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from flower_loopback import by_hand, rounds_in
@@ -24,9 +25,11 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def flower(tmp_path: Path) -> Iterator[Deployment]:
-    deployment = Deployment(tmp_path)
-    yield deployment
-    deployment.close()
+    """Forked from a process that has imported Flower: it would be imported by each of ten processes."""
+    with forked.forking("flower_in_a_hurry"):
+        deployment = Deployment(tmp_path)
+        yield deployment
+        deployment.close()
 
 
 @pytest.mark.timeout(300)

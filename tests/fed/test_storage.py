@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fed_jobs import Crash, config_of, lines_of, loop_of
+from full_disk import limited_files
 
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.history import History, Point, Round
@@ -201,3 +202,14 @@ def test_folders_that_will_not_do_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not the record of a federated job: use another folder"):
         simulate(config_of(), folder=tmp_path / "other")
     assert "train.py" in (tmp_path / "other" / RECORD).read_text()
+
+
+def test_a_job_ends_if_its_record_finds_no_room_because_it_is_resumed_with_it(tmp_path: Path) -> None:
+    recorder = JobRecorder(tmp_path)
+    recorder.begin(config_of(), None, {})
+    with (
+        limited_files(0),
+        pytest.raises(CheckpointError, match="too large; a federated job is resumed with its record"),
+    ):
+        recorder.end("rounds")
+    recorder.close()

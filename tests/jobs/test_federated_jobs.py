@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,8 @@ from pliant.fed.jobfile import FederatedJob, FedPlacement, make_job_folder
 from pliant.fed.rounds.loop import simulate
 from pliant.jobs.client import find_server, open_jobs
 from pliant.jobs.federated import FederatedFolder
-from pliant.jobs.store import foreground_job, state_directory
+from pliant.jobs.store import foreground_job
+from pliant.tokens import state_directory
 from pliant.train import checkpoint_file
 
 COMMANDS = ("submit", "jobs", "fed", "report")
@@ -96,6 +98,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         said("stop", "--kill", *left)
     end_server()
     until(lambda: not processes(tmp_path), "nothing of the jobs is left")
+
+
+@pytest.fixture
+def _forks() -> Iterator[None]:
+    with forked.forking():
+        yield
 
 
 def end_server(signum: int = signal.SIGTERM) -> None:
@@ -278,6 +286,7 @@ def test_a_second_coordinator_does_nothing(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("_forks")
 @pytest.mark.timeout(180)
 def test_a_job_with_the_artifacts_keys_survives_its_coordinator_and_is_listed_told_and_compared(home: Path) -> None:
     (home / "conf.yml").write_text(ARTIFACT)
@@ -314,6 +323,7 @@ def test_a_job_with_the_artifacts_keys_survives_its_coordinator_and_is_listed_to
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("_forks")
 @pytest.mark.timeout(180)
 def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_can_be_stopped(home: Path) -> None:
     rounds = 60  # ten seconds if all are slow: it must still run when it is told to stop
@@ -351,6 +361,7 @@ def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_ca
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("_forks")
 @pytest.mark.timeout(180)
 def test_what_cannot_run_ends_with_the_reason_and_kill_waits_for_nothing(home: Path) -> None:
     (home / "mine.py").write_text("def data(): raise ValueError('no data today')\n")

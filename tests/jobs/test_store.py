@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from patience import until
 
 from pliant.child import start_ticks
 from pliant.errors import ConfigError, NameTaken
@@ -22,8 +23,8 @@ from pliant.jobs.store import (
     foreground_job,
     registered,
     running_jobs,
-    state_directory,
 )
+from pliant.tokens import state_directory
 
 URL = "http://127.0.0.1:9100/config"
 COMMAND = ("python", "my train.py", "--lr", "1")
@@ -108,6 +109,19 @@ def test_a_job_runs_although_it_cannot_be_listed(tmp_path: Path, caplog: pytest.
     (tmp_path / "file").write_text("")
     with registered(URL, COMMAND, environ={"PLIANT_HOME": str(tmp_path / "file" / "home")}):
         assert "give them --config-server" in caplog.text
+
+
+def test_a_job_that_cannot_be_listed_at_first_is_listed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    monkeypatch.setattr("pliant.jobs.store.LISTING_PERIOD_S", 0.01)
+    (tmp_path / "file").write_text("")
+    environ = {"PLIANT_HOME": str(tmp_path / "file" / "home")}
+    with registered(URL, COMMAND, environ=environ):
+        assert running_jobs(environ) == []
+        (tmp_path / "file").unlink()
+        until(lambda: [job.pid for job in running_jobs(environ)] == [os.getpid()], "the listing", 10)
+    assert running_jobs(environ) == []
 
 
 RUNS = [

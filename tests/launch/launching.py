@@ -17,9 +17,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pliant.elastic.client import ConfigClient
+from pliant.tokens import find_token
+
 MAIN = "from pliant.cli.main import main; main()"
 """For tests that start the program themselves."""
 DEADLINE_S = 20.0
+FOLLOW = """
+    import os, pathlib, threading
+    from pliant.cluster import ClusterSnapshot
+    from pliant.elastic.client import ConfigFollower, ConfigSender
+    from pliant.identity import worker_spec
+
+    spec = worker_spec()
+    me = spec.worker
+    up, ended = pathlib.Path(f"up-{me.port}-{os.getpid()}"), threading.Event()
+
+    def follow(snapshot):
+        if me in snapshot.membership.members:
+            up.touch()
+        elif snapshot.membership.over or up.exists():
+            ended.set()
+
+    ConfigFollower(spec.config_server, spec.token, follow).start(ClusterSnapshot())
+    ConfigSender(spec.config_server, spec.token).ask(lambda client: client.ready(me), 20)
+    ended.wait()
+"""
+"""Like a worker of a training, it goes on while the server is away."""
 
 
 @dataclass
@@ -171,6 +195,19 @@ def url_of(runner: Runner) -> str:
         if found := re.search(rb"config server at (\S+)", line):
             return found[1].decode()
     raise AssertionError("the runner ended without a word about its config server")
+
+
+def client_of(launcher: Launcher, runner: Runner) -> ConfigClient:
+    """A client of a runner's own config server, with the token that the runner has kept for its user."""
+    url = url_of(runner)
+    return ConfigClient(url, find_token(url, launcher.environ))
+
+
+def members(launcher: Launcher, count: int) -> dict[int, int]:
+    """The process of each port that trains or has."""
+    launcher.until(lambda: len(launcher.files("up-*")) == count, f"start of {count} members")
+    found = (path.name.split("-")[1:] for path in launcher.files("up-*"))
+    return {int(port): int(pid) for port, pid in found}
 
 
 @contextmanager

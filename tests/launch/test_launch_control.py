@@ -15,7 +15,7 @@ from pliant.cluster import Worker
 from pliant.errors import ConfigError
 from pliant.launch import control
 from pliant.launch.control import HeadRunner, HostGroup, MemberRunner
-from pliant.launch.events import Verdict
+from pliant.launch.events import STRANDED, Verdict
 
 FLAGS = {"-np": 2, "-w": False}
 HOSTS = ["h1", "h2", "h3"]
@@ -50,6 +50,28 @@ def test_the_job_is_over_when_nobody_is_busy_and_somebody_is_done() -> None:
     assert made.set_status("h3", "busy") is None
     assert made.set_status("h3", "done") == Verdict("", 0)
     assert made.leave("h2") is None
+
+
+def test_the_job_fails_when_nobody_is_busy_and_no_host_can_start_workers() -> None:
+    made = HostGroup(HOSTS, FLAGS, elastic=True)
+    assert made.set_status("h1", "stranded", "no server", 1) is None
+    assert made.set_status("h2", "idle") is None
+    assert made.set_status("h3", "stranded", "no server", 1) == Verdict("no server", 1)
+    well = HostGroup(HOSTS[:2], FLAGS, elastic=True)
+    assert well.set_status("h1", "done") is None
+    assert well.set_status("h2", "stranded", "no server", 1) == Verdict("", 0), (
+        "the other one knows that it has finished"
+    )
+
+
+def test_a_stranded_host_ends_the_job_once_nobody_else_can_go_on_whoever_says_so_last() -> None:
+    for order in (("h1", "h2", "h3"), ("h2", "h1", "h3"), ("h2", "h3", "h1")):
+        made = HostGroup(HOSTS, FLAGS, elastic=True)
+        for host in HOSTS:
+            made.join(host, FLAGS, [1])
+        made.begun = True
+        said = [made.set_status(host, STRANDED, "no server", 1) if host == "h1" else made.leave(host) for host in order]
+        assert said == [None, None, Verdict("no server", 1)]
 
 
 def test_the_first_failure_stays_the_verdict() -> None:

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from launching import Launcher, url_of
+from launching import Launcher, client_of
 
-from pliant.elastic.client import ConfigClient
+from pliant.errors import ENDED_EXIT
+from pliant.jobs.client import stop_foreground
 from pliant.jobs.store import running_jobs
 
 FOLLOW = """
@@ -20,7 +21,7 @@ FOLLOW = """
 
     spec = worker_spec()
     me = spec.worker
-    with ConfigClient(spec.config_server) as client:
+    with ConfigClient(spec.config_server, spec.token) as client:
         membership = client.ready(me)
         while me not in membership.members and not membership.over:
             membership = client.wait_for_membership(membership.number, 30)
@@ -43,11 +44,11 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
     launcher.script("follow.py", FOLLOW)
     ports = f"{free_port}-{min(free_port + 30, 65535)}"
     runner = launcher.start("-w", "-np", 2, "-port-range", ports, "follow.py", **launcher.without_torch())
-    url = url_of(runner)
-    with ConfigClient(url) as client:
+    with client_of(launcher, runner) as client:
         (first_port, first), (_, second) = sorted(up(launcher, 2).items())
         before = client.membership()
-        assert [job.config_server for job in running_jobs(launcher.environ) if job.pid == runner.pid] == [url]
+        [job] = [job for job in running_jobs(launcher.environ) if job.pid == runner.pid]
+        assert job.config_server == str(client.url)
         os.kill(first, signal.SIGKILL)
         lost = client.wait_for_membership(before.number, 20)
         assert lost.urgent == lost.number
@@ -57,13 +58,14 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
         assert first_port not in [worker.port for worker in membership.members]
         client.resize(1)
         launcher.until(lambda: len([pid for pid in now.values() if alive(pid)]) == 1, "end of the one removed")
-        client.resize(0)
+    assert stop_foreground(job.name, environ=launcher.environ)
     ended = launcher.end(runner)
-    assert ended.code == 0, ended.stderr
+    assert ended.code == ENDED_EXIT, ended.stderr
+    assert "the job was ended before its last step: pliant stop (POST /resize from 127.0.0.1)\n" in ended.stderr
+    assert "finished" not in ended.stdout
     assert not [job for job in running_jobs(launcher.environ) if job.pid == runner.pid]
     assert f"lost 127.0.0.1.{first_port}: killed by SIGKILL" in ended.stderr
-    assert "replacing it now (restart 1 of 100)" in ended.stderr
-    assert "all 2/2 local workers finished (1 lost), took" in ended.last_line
+    assert "killed by SIGKILL; replacing it now\n" in ended.stderr
     assert ended.stdout.count("trains True") == 3
 
 
@@ -85,14 +87,14 @@ def test_the_job_goes_on_when_a_host_dies(launcher: Launcher, free_port: int) ->
     head, other = (
         launcher.start("-self", host, *common, PLIANT_SECRET="s" * 32) for host in ("127.0.0.1", "127.0.0.2")
     )
-    with ConfigClient(url_of(head)) as client:
+    with client_of(launcher, head) as client:
         up(launcher, 2)
         membership = client.membership()
         assert len(membership.members) == 2
         other.kill()
         lost = client.wait_for_membership(membership.number, 20)
         assert [worker.host for worker in lost.members] == ["127.0.0.1"]
-        client.finish()
+        client.finish(lost.members[0])
     ended = launcher.end(head)
     assert ended.code == 0, ended.stderr
     assert "the runner on 127.0.0.2 is gone; the job goes on without it" in ended.stderr
@@ -118,6 +120,6 @@ def test_independent_workers_are_replaced_one_by_one_until_all_have_ended(launch
     assert ended.code == code
     assert ended.stdout.count("worked") == 2
     assert "killed by SIGKILL" in ended.stderr
-    assert "replacing it now (restart 1 of 100)" in ended.stderr
+    assert "killed by SIGKILL; replacing it now\n" in ended.stderr
     if code:
         assert ended.stderr.splitlines()[-1].endswith("was the last one, and failed: exit code 78: worked")

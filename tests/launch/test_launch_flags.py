@@ -60,6 +60,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
         (["--grace", "250ms"], "grace_s", 0.25),
         (["--rendezvous-timeout", "1m"], "rendezvous_timeout_s", 60.0),
         (["--heartbeat-timeout", "3s"], "heartbeat_timeout_s", 3.0),
+        (["--stall-timeout", "90s"], "stall_timeout_s", 90.0),
+        (["--stall-timeout", "off"], "stall_timeout_s", 0.0),
         (["-logdir", "logs"], "logdir", "logs"),
         (["-q"], "quiet", True),
         (["-q=true"], "quiet", True),

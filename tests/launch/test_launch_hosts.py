@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import Ended, Launcher, Runner, url_of
+from etcd_cluster import etcd_cluster, needs_etcd
+from launching import MAIN, Ended, Launcher, Runner, client_of
 from test_launch_jobs import STEPS, up
 
+from pliant.cli.resize import resize
 from pliant.cluster import View, Worker
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.server import ConfigServer, ServerConfig
+from pliant.errors import ENDED_EXIT, CapacityError
+from pliant.tokens import find_token
 
 pytestmark = pytest.mark.processes
 
@@ -112,7 +118,7 @@ def test_the_jobs_timeout_also_ends_the_wait_for_other_hosts(launcher: Launcher,
 
 
 def test_a_taken_control_port_matters_to_several_hosts_only(launcher: Launcher, pair: Pair, free_port: int) -> None:
-    taken = ConfigServer(ServerConfig(port=free_port))
+    taken = ConfigServer(ServerConfig(port=free_port, open=True))
     with taken.running():
         ended = launcher.end(pair.start("127.0.0.1", "-np", 4, "true"))
         assert ended.code == 2
@@ -128,7 +134,7 @@ def test_a_watching_runner_grows_shrinks_and_stops(launcher: Launcher, alive: Ca
     runner = launcher.start(
         "-w", "-np", 1, "-H", "127.0.0.1:4", "-logdir", "logs", "sh", "-c", "echo up; exec python3 steps.py"
     )
-    with ConfigClient(url_of(runner)) as client:
+    with client_of(launcher, runner) as client:
         (first,) = up(launcher, 1)
         client.resize(3)
         up(launcher, 3)
@@ -137,11 +143,11 @@ def test_a_watching_runner_grows_shrinks_and_stops(launcher: Launcher, alive: Ca
         assert alive(first)
         client.clear()
     ended = launcher.end(runner)
-    assert ended.code == 0
+    assert ended.code == ENDED_EXIT
     assert "arrived at v2, new np=3, local: +2/-0, global: +2/-0" in ended.stderr
     assert "arrived at v3, new np=1, local: +0/-2, global: +0/-2" in ended.stderr
     assert len(launcher.files("step-done-*")) == 3
-    assert "all 3/3 local workers finished" in ended.last_line
+    assert "the job was ended before its last step: POST /clear from 127.0.0.1\n" in ended.stderr
     assert len(launcher.files("logs/127.0.0.1.*@1.stdout.log")) == 1
     assert len(launcher.files("logs/127.0.0.1.*@2.stdout.log")) == 2
 
@@ -155,7 +161,7 @@ def test_the_builtin_server_listens_where_asked_and_workers_know_it(launcher: La
 
 @pytest.fixture
 def server() -> Iterator[ConfigServer]:
-    with ConfigServer(ServerConfig(port=0)).running() as running:
+    with ConfigServer(ServerConfig(port=0, open=True)).running() as running:
         yield running
 
 
@@ -183,13 +189,62 @@ def test_two_watching_hosts_share_the_heads_server(launcher: Launcher, pair: Pai
     launcher.script("steps.py", STEPS)
     head = pair.start("127.0.0.1", "-w", "--no-warm", "-np", 2, "steps.py")
     other = pair.start("127.0.0.2", "-w", "--no-warm", "-np", 2, "steps.py")
-    with ConfigClient(url_of(head)) as client:
+    with client_of(launcher, head) as client:
         up(launcher, 2)
         client.resize(4)
         up(launcher, 4)
         client.clear()
-    assert [launcher.end(runner).code for runner in (head, other)] == [0, 0]
+    assert [launcher.end(runner).code for runner in (head, other)] == [ENDED_EXIT] * 2
     assert len(launcher.files("step-done-*")) == 4
+
+
+@needs_etcd
+def test_two_hosts_of_etcd_are_resized_and_a_finished_job_stands_in_the_way_of_the_next(
+    launcher: Launcher, pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher.script("steps.py", STEPS)
+    (etcd_folder := tmp_path / "etcd").mkdir()
+    with etcd_cluster(etcd_folder) as etcd:
+        url = f"{etcd.url}/job"
+        options = ("-w", "--no-warm", "-config-server", url, "-np", 2, "steps.py")
+        runners = [pair.start(host, *options) for host in ("127.0.0.1", "127.0.0.2")]
+        up(launcher, 2)
+        resize("3", config_server=url, wait=False)
+        up(launcher, 3)
+        with pytest.raises(CapacityError, match="hold 4 workers"):
+            resize("5", config_server=url, wait=False)
+        resize("0", config_server=url)
+        assert "resize 2 -> 3 (version 2)" in capsys.readouterr().out
+        assert [launcher.end(runner).code for runner in runners] == [ENDED_EXIT] * 2
+        ended = launcher.run("-q", "-w", "-config-server", url, "true")
+        assert ended.code == 2
+        assert (
+            f"give another prefix, or forget that job: `etcdctl --endpoints http://{etcd.clients[0]} del /job/job`"
+            in ended.stderr
+        )
+        assert launcher.run("-q", "-w", "-config-server", f"{etcd.url}/another", "true").code == 0
+
+
+def test_a_runner_finds_the_token_of_its_users_config_server_and_says_if_there_is_none(launcher: Launcher) -> None:
+    command = [sys.executable, "-c", MAIN, "config-server", "-port", "0"]
+    with subprocess.Popen(command, env=launcher.environ, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[3].rstrip(",")
+            assert "token in" in process.stdout.readline()
+            words = ("-q", "-w", "--no-warm", "-config-server", url, "true")
+            owner, stranger = (
+                launcher.start(*words),
+                launcher.start(*words, PLIANT_HOME=str(launcher.directory / "other")),
+            )
+            assert launcher.end(owner).code == 0
+            refused = launcher.end(stranger)
+        finally:
+            process.kill()
+    assert refused.code == 2
+    assert "this server needs its token" in refused.stderr
+    assert "PLIANT_TOKEN" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_cleared_server_is_told_at_once(launcher: Launcher, server: ConfigServer) -> None:
@@ -211,7 +266,8 @@ def test_a_builtin_server_without_watching_shows_the_view(launcher: Launcher, fr
     launcher.script("steps.py", STEPS)
     runner = launcher.start("-q", "-builtin-config-port", free_port, "-np", 2, "steps.py")
     up(launcher, 2)
-    with ConfigClient(f"http://127.0.0.1:{free_port}") as client:
+    url = f"http://127.0.0.1:{free_port}"
+    with ConfigClient(url, find_token(url, launcher.environ)) as client:
         view = client.get()
     assert view is not None
     assert view.size == 2

@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import DEADLINE_S, MAIN, Launcher
+
+from pliant.tokens import find_token
 
 pytestmark = pytest.mark.processes
 
@@ -271,7 +274,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher: Launcher) -> Non
     runner.stdout.close()
     launcher.until(lambda: (launcher.directory / "talked").exists(), "end of the worker")
     assert runner.wait(DEADLINE_S) == 0
-    assert b"cannot show more output" in runner.stderr.read()
+    assert b"cannot write the output" in runner.stderr.read()
 
 
 def test_a_runner_without_stdout_still_runs(launcher: Launcher) -> None:
@@ -331,7 +334,11 @@ def test_the_debug_port_shows_views_and_workers(launcher: Launcher, free_port: i
     launcher.script("steps.py", STEPS)
     runner = launcher.start("-q", "-np", 2, "-init-version", 3, "-debug-port", free_port, "steps.py")
     pids = up(launcher, 2)
-    with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/", timeout=10) as answer:
+    url = f"http://127.0.0.1:{free_port}/"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=10)
+    token = {"Authorization": f"Bearer {find_token(url, launcher.environ)}"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=token), timeout=10) as answer:
         state = json.load(answer)
     assert len(state["stages"]["3"]["Workers"]) == 2
     assert sorted(worker["pid"] for worker in state["workers"].values()) == sorted(pids)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pliant.launch.output import Console, LineSplitter, LogFile, OutputReader, OutputStream, prefix
+from pliant.files import LineFile
+from pliant.launch.output import Console, LineSplitter, OutputReader, OutputStream, prefix
 
 
 def test_lines_are_cut_wherever_the_bytes_break() -> None:
@@ -35,9 +36,9 @@ def test_the_prefix_is_kungfus_and_coloured_only_where_asked() -> None:
 
 def test_a_log_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    log = LogFile(tmp_path / "file" / "a.log")
-    log.write(b"x\n")
-    log.write(b"y\n")
+    log = LineFile(tmp_path / "file" / "a.log")
+    log.append(b"x\n")
+    log.append(b"y\n")
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_every_byte_arrives_in_order_and_the_last_lines_are_kept(shown: Path, tm
         reader = OutputReader()
         reader.start()
         read, write = os.pipe()
-        log = LogFile(tmp_path / "log")
+        log = LineFile(tmp_path / "log")
         stream = OutputStream(read, b"[a] ", Console(file.fileno(), coloured=False), log)
         reader.add(stream)
         with open(write, "wb") as pipe:

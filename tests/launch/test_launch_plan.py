@@ -10,8 +10,9 @@ import pytest
 from pliant.cluster import Host, PortRange
 from pliant.errors import CapacityError, ConfigError
 from pliant.identity import worker_spec
-from pliant.launch.addresses import interfaces, is_local, nic_addresses, resolve
+from pliant.launch.addresses import interfaces, nic_addresses, resolve
 from pliant.launch.plan import LaunchPlan, Machine, RunOptions, find_command, first_view, make_plan
+from pliant.machine import is_local
 
 NICS = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "dark0": ()}
 NAMES = {"node1": "10.0.0.1", "node2": "10.0.0.2", "self": "127.0.1.1"}
@@ -227,3 +228,5 @@ def test_far_more_workers_than_processors_are_taken_for_a_mistake_unless_slots_a
     with pytest.raises(CapacityError, match="-np 1000: so many workers .* -H 127.0.0.1:1000"):
         plan(np=1000)
     assert plan(np=1000, hosts=hosts("127.0.0.1:1000")).num_local == 1000
+    (here,) = plan(np=1, watch=True).hosts
+    assert here.slots < 1000, "a job that is watched is not resized to so many either"

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import sshd
-from launching import Launcher, Runner
+from launching import FOLLOW, Launcher, Runner, members, url_of
 from typer.testing import CliRunner
 
 from pliant.cli import run_ssh
 from pliant.cli.main import build
 from pliant.cli.remote_install import install_script
 from pliant.cluster import Host
+from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError
 from pliant.launch.processes import RunnerOrder
 from pliant.launch.ssh import SshJob, forwarded_environ, ssh_command
@@ -191,6 +192,28 @@ def test_ctrl_c_and_even_a_kill_leave_nothing_running(
     for pidfd in watched:
         assert select.select([pidfd], [], [], sshd.DEADLINE_S)[0], "a worker outlived its job"
         os.close(pidfd)
+
+
+@needs_sshd
+@pytest.mark.processes
+def test_an_elastic_job_goes_on_when_the_runner_of_the_first_host_is_killed(
+    remote: Remote, launcher: Launcher, alive: Callable[[int], bool]
+) -> None:
+    launcher.script("follow.py", FOLLOW)
+    home = {"PLIANT_HOME": str(launcher.directory / "home"), "PLIANT_TOKEN": "t" * 20}
+    runner = remote.start("-w", "--no-warm", "follow.py", **home)
+    with ConfigClient(url_of(runner), "t" * 20) as client:
+        pids, membership = members(launcher, 2), client.membership()
+        [first] = [pids[worker.port] for worker in membership.members if worker.host == "127.0.0.1"]
+        os.kill(int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        lost = client.wait_for_membership(membership.number, 10)
+        assert [worker.host for worker in lost.members] == ["127.0.0.2"]
+        client.finish(lost.members[0])
+    ended = launcher.end(runner)
+    assert ended.code == 0, ended.stderr
+    assert not alive(first)
+    assert re.search(r"host 127.0.0.1: .* the runner was killed.*; the job goes on without it", ended.stderr)
+    assert ended.last_line.startswith("all 1/1 hosts finished (1 lost), took")
 
 
 @needs_sshd

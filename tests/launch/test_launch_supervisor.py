@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from pliant.cluster import Membership, View, Worker
-from pliant.errors import LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
+from pliant.errors import ENDED_EXIT, GIVEN_UP_EXIT, LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch.events import (
+    STRANDED,
     Action,
     Event,
     Exited,
@@ -22,16 +23,28 @@ from pliant.launch.events import (
     RequestReplacement,
     RunnerGone,
     SendStatus,
+    ServerContact,
     ShowMessage,
     StartFailed,
     StartWorker,
     StateChanged,
+    Stopped,
     TerminateWorker,
     Tick,
     TimedOut,
     Verdict,
 )
-from pliant.launch.supervisor import Replacements, Supervisor, describe_exit, exit_code
+from pliant.launch.supervisor import (
+    END_NOTICED_S,
+    STRANDED_S,
+    Cause,
+    Replacements,
+    Supervisor,
+    cause_of,
+    describe_exit,
+    exit_code,
+)
+from pliant.progress_board import ProgramFailure
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 A, B, C, D = (Worker(HERE, port) for port in (1000, 1001, 1002, 1003))
@@ -55,6 +68,38 @@ def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bo
     made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
     made.handle(StateChanged(view(1, *workers)), 0)
     return made
+
+
+def test_a_runner_without_workers_does_not_wait_for_ever_for_a_config_server() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, max_restarts=9)
+    made.handle(StateChanged(view(1, A), Membership(1, (A,))), 0)
+    made.handle(ServerContact("refused"), 10)
+    assert made.next_deadline_s is None, "its worker trains on"
+    made.handle(Exited(A, 1), 500)
+    assert made.next_deadline_s == 500 + STRANDED_S
+    assert react(made, Tick(), 520, ExitRunner) == []
+    made.handle(ServerContact(""), 530)
+    assert made.next_deadline_s is None
+    made.handle(ServerContact("another job's"), 540)
+    actions = made.handle(Tick(), 540 + STRANDED_S)
+    assert kinds(actions, ExitRunner) == [ExitRunner(1)]
+    assert "the config server is away (another job's): start it again" in str(kinds(actions, ShowMessage))
+
+
+def test_of_several_hosts_the_first_decides_when_no_worker_is_left_and_no_config_server() -> None:
+    made = started(A, watch=True, alone=False)
+    made.handle(StateChanged(view(1, A, FAR), Membership(1, (A, FAR))), 0)
+    made.handle(ServerContact("refused"), 10)
+    made.handle(Exited(A, 1), 20)
+    (stranded,) = react(made, Tick(), 20 + STRANDED_S, SendStatus, ExitRunner)
+    assert isinstance(stranded, SendStatus)
+    assert (stranded.status, stranded.code) == (STRANDED, 1)
+    assert made.next_deadline_s is None
+    assert react(made, Verdict(stranded.cause, 1), 100, ExitRunner) == [ExitRunner(1)]
+    kept = Supervisor(HERE, grace_s=10, watch=True, keep=True)
+    kept.handle(ServerContact("refused"), 0)
+    assert kept.handle(Tick(), 1000) == []
+    assert kept.next_deadline_s is None
 
 
 def test_only_local_workers_are_started_each_on_a_slot() -> None:
@@ -174,13 +219,36 @@ def test_a_worker_that_cannot_be_started_fails_the_job() -> None:
         (3, 3, "exit code 3"),
         (143, 143, "ended by SIGTERM (exit code 143)"),
         (-11, 139, "killed by SIGSEGV"),
-        (-9, 137, "killed by SIGKILL (out of memory?"),
+        (-9, 137, "killed by SIGKILL"),
         (-70, 198, "killed by signal 70"),
     ],
 )
 def test_ends_are_described(code: int, shell: int, text: str) -> None:
     assert exit_code(code) == shell
-    assert describe_exit(code).startswith(text)
+    assert describe_exit(code) == text
+
+
+def test_a_kill_for_want_of_memory_says_so() -> None:
+    assert (
+        describe_exit(-9, out_of_memory=True) == "killed by SIGKILL: the machine, or its container, was out of memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        *((-each, Cause.OUTSIDE) for each in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+        *((code, Cause.OUTSIDE) for code in (143, 137, LOST_PEER_EXIT)),
+        *(
+            (-each, Cause.PROGRAM)
+            for each in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+        ),
+        *((code, Cause.PROGRAM) for code in (1, 3, 139, REFUSED_EXIT, PROGRAM_EXIT)),
+    ],
+)
+def test_a_signal_from_outside_is_told_from_one_that_a_program_causes(code: int, cause: Cause) -> None:
+    assert cause_of(code) is cause
+    assert cause_of(code, out_of_memory=True) is (Cause.OUTSIDE if code == LOST_PEER_EXIT else Cause.PROGRAM)
 
 
 def test_with_other_hosts_the_verdict_is_waited_for() -> None:
@@ -236,10 +304,27 @@ def test_an_old_view_changes_nothing() -> None:
     assert made.handle(StateChanged(view(4)), 2) == []
 
 
-def test_a_view_without_workers_stops_all_and_is_a_good_end() -> None:
+def test_a_view_without_workers_stops_all_and_the_job_has_not_finished() -> None:
     made = started(A, watch=True)
-    assert react(made, StateChanged(view(2, hosts=())), 1, TerminateWorker) == [TerminateWorker(A)]
-    assert react(made, Exited(A, -15), 2, ExitRunner) == [ExitRunner(0)]
+    cleared = StateChanged(view(2, hosts=()), Membership(over=True, wanted=2, ended_by="pliant stop"))
+    actions = made.handle(cleared, 1)
+    assert kinds(actions, TerminateWorker) == [TerminateWorker(A)]
+    assert "the job was ended before its last step: pliant stop" in said(actions)
+    assert made.handle(cleared, 1) == []
+    assert react(made, Exited(A, -15), 2, ExitRunner) == [ExitRunner(ENDED_EXIT)]
+
+
+def test_who_has_ended_a_job_is_told_to_the_other_hosts() -> None:
+    over = Membership(2, over=True, wanted=1, ended_by="POST /clear from 127.0.0.1")
+    made = training(A, FAR, alone=False)
+    change(made, over, 5)
+    assert react(made, Exited(A, 0), 6, SendStatus, ExitRunner) == [SendStatus("done", over.ended_by, ENDED_EXIT)]
+    assert react(made, Verdict(over.ended_by, ENDED_EXIT), 7, ExitRunner) == [ExitRunner(ENDED_EXIT)]
+    late = training(A, alone=False)  # it has not heard of it from the server
+    late.handle(Exited(A, 0), 6)
+    actions = late.handle(Verdict(over.ended_by, ENDED_EXIT), 7)
+    assert said(actions) == f"the job was ended before its last step: {over.ended_by}"
+    assert kinds(actions, ExitRunner) == [ExitRunner(ENDED_EXIT)]
 
 
 def test_a_waiting_runner_stays_until_it_was_added_and_removed() -> None:
@@ -364,7 +449,7 @@ def test_a_worker_that_dies_while_it_warms_up_is_a_loss_like_another() -> None:
     made = training(A, B)
     arrive(made, view(2, A, B, C), 20)
     assert react(made, Exited(C, -9), 21, ReportLoss, RequestReplacement, ReportFailure) == [
-        ReportLoss(C, "killed by SIGKILL (out of memory? see dmesg)"),
+        ReportLoss(C, "killed by SIGKILL"),
         RequestReplacement(),
     ]
     arrive(made, view(3, A, B), 21.1)
@@ -384,14 +469,14 @@ def test_pauses_double_and_a_long_life_resets_them() -> None:
     for at_s, told in ((100, "now"), (200, "in 0.5s"), (300, "in 1s"), (400, "in 2s")):
         made.note_start(worker, at_s - 50)
         made.note_join(worker, at_s - 40)
-        assert made.decide(worker, at_s)[1].startswith(f"replacing it {told} (restart ")
+        assert made.decide(worker, Cause.PROGRAM, at_s)[1].startswith(f"replacing it {told} (restart ")
     for at_s in range(500, 1000, 100):
         made.note_start(worker, at_s - 50)
-        last = made.decide(worker, at_s)[1]
+        last = made.decide(worker, Cause.PROGRAM, at_s)[1]
     assert "in 30s" in last
     made.note_start(worker, 1000)
     made.note_join(worker, 1001)
-    assert "replacing it now" in made.decide(worker, 1061)[1]
+    assert "replacing it now" in made.decide(worker, Cause.PROGRAM, 1061)[1]
 
 
 def test_a_replacement_waits_for_its_time() -> None:
@@ -445,22 +530,227 @@ def test_a_crash_that_comes_again_three_times_is_not_replaced_any_more() -> None
     assert "not replaced: workers on this host crashed within 10s of their start 3 times in a row" in said(actions)
 
 
-def test_many_killed_at_once_are_not_a_program_that_always_fails() -> None:
+def test_many_that_crash_at_once_are_not_a_program_that_always_fails() -> None:
     made = training(A, B, C, D)
-    told = [said(made.handle(Exited(worker, -9), 3)) for worker in (B, C, D)]
+    told = [said(made.handle(Exited(worker, -11), 3)) for worker in (B, C, D)]
     assert all("replacing it" in line for line in told)
+
+
+def replace_again_and_again(made: Supervisor, code: int, count: int, every_s: float, lived_s: float = 1.5) -> list[str]:
+    """Worker B and each that comes in its place end with this code, so long after their start; what is said each time."""
+    told, at_s, worker = [], 2.0, B
+    for number in range(count):
+        actions = made.handle(Exited(worker, code), at_s)
+        told.append(said(actions).partition("; ")[2])
+        while RequestReplacement() not in actions:
+            assert made.next_deadline_s is not None
+            at_s = made.next_deadline_s
+            actions = made.handle(Tick(), at_s)
+        worker = Worker(HERE, 2000 + number)
+        arrive(made, view(2 * number + 2, A), at_s)
+        arrive(made, view(2 * number + 3, A, worker), at_s + every_s - lived_s)
+        at_s += every_s
+    return told
+
+
+@pytest.mark.parametrize("code", [-9, -15, 143])
+def test_whoever_is_killed_from_outside_is_replaced_at_once_however_often(code: int) -> None:
+    made = training(A, B)
+    assert replace_again_and_again(made, code, 500, every_s=1.5) == ["replacing it now"] * 500
+    # None of them counts against a program that fails by itself.
+    made = training(A, B, max_restarts=1)
+    replace_again_and_again(made, code, 5, every_s=1.5)
+    assert "replacing it now (restart 1 of 1)" in said(made.handle(Exited(A, 1), 100))
+
+
+def fail_one_by_one(failures: Sequence[ProgramFailure | int | None], every_s: float = 18_000) -> list[Action]:
+    """One member after the other ends by these errors, hours after the last one, or by these exit codes; what is done at the
+    last end. Each is replaced before the next."""
+    made, members, actions = training(A, B), [A, B], list[Action]()
+    for number, failure in enumerate(failures):
+        at_s, victim = (number + 1) * every_s, members.pop(0)
+        code = failure if isinstance(failure, int) else 1
+        known = failure if isinstance(failure, ProgramFailure) else None
+        actions = made.handle(Exited(victim, code, failure=known), at_s)
+        if made.failed:
+            assert number == len(failures) - 1
+            return actions
+        made.handle(Tick(), at_s + 30)
+        members.append(Worker(HERE, 2000 + number))
+        arrive(made, view(2 * number + 2, *members[:1]), at_s + 31)
+        arrive(made, view(2 * number + 3, *members), at_s + 32)
+        change(made, Membership(number + 2, tuple(members), wanted=2 * number + 3), at_s + 33)
+    return actions
+
+
+BUG, SAME_LATER, OTHER = (ProgramFailure(*each) for each in ((7, b"bug"), (8, b"bug"), (7, b"other")))
+
+
+def test_the_same_error_at_the_same_step_three_times_in_a_row_ends_the_job_however_late() -> None:
+    actions = fail_one_by_one([BUG, BUG, BUG])
+    what = "the same error at step 7, 3 times in a row: exit code 1"
+    [report] = kinds(actions, ReportFailure)
+    assert report == ReportFailure(Worker(HERE, 2000), what, "failed like those before it", is_repeated=True)
+    assert SendStatus("failed", f"worker {Worker(HERE, 2000)} failed: {what}", 1) in actions
+    assert kinds(actions, TerminateWorker) == [TerminateWorker(Worker(HERE, 2001))]
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [(BUG, BUG, OTHER, BUG, BUG), (BUG, BUG, SAME_LATER, BUG, BUG), (BUG, BUG, -11, BUG, BUG), (None,) * 6, (-11,) * 6],
+    ids=["another error", "at another step", "a crash without a word", "never a word", "signals"],
+)
+def test_other_failures_are_no_reason_to_give_up(failures: Sequence[ProgramFailure | int | None]) -> None:
+    assert not kinds(fail_one_by_one(failures), ReportFailure)
+
+
+def test_a_kill_from_outside_between_them_makes_the_same_error_no_other_one() -> None:
+    assert kinds(fail_one_by_one([BUG, -9, BUG, LOST_PEER_EXIT, 143, BUG]), ReportFailure)
+
+
+def test_one_that_is_killed_while_its_program_is_failing_has_failed_by_itself() -> None:
+    made = training(A, B, max_restarts=1)
+    made.handle(StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2)), 20)
+    assert "restart 1 of 1" in said(made.handle(Exited(B, 1, failure=BUG), 21))
+
+
+def test_one_that_is_stuck_when_nobody_else_is_there_has_not_done_its_work() -> None:
+    for others in ((), (B,)):
+        made = training(A, *others)
+        change(made, Membership(2, over=True, wanted=1), 6)
+        for other in others:
+            made.handle(Exited(other, 0), 7)
+        assert react(made, Stopped(A, 10), 20, KillWorker)
+        code = 0 if others else 137
+        assert react(made, Exited(A, -9), 20, ExitRunner) == [ExitRunner(code)]
+
+
+def test_nobody_is_replaced_where_no_restarts_are_allowed() -> None:
+    made = training(A, B, C, max_restarts=0)
+    for code in (-9, 1):
+        actions = made.handle(Exited(B if code == 1 else C, code), 20)
+        assert kinds(actions, RequestReplacement) == []
+        assert said(actions).endswith("not replaced, as --max-restarts 0 says")
+
+
+def test_a_killer_that_waits_for_every_start_cannot_make_the_runner_spin() -> None:
+    made = training(A, B)
+    told = replace_again_and_again(made, -9, 100, every_s=0.02, lived_s=0.01)
+    assert told[:4] == ["replacing it now", "replacing it now", "replacing it now", told[3]]
+    assert told[3] == "replacing it in 0.5s: workers are killed as soon as they start"
+    assert told.count("replacing it now") < 60
+    assert made._replacements._started_s[Worker(HERE, 2099)] > 15, "a hundred starts in 2 s would be a loop"
+
+
+def test_a_program_that_takes_all_memory_fails_by_itself() -> None:
+    made = training(A, B, max_restarts=1)
+    actions = made.handle(Exited(B, -9, out_of_memory=True), 100)
+    assert "was out of memory; replacing it now (restart 1 of 1)" in said(actions)
+    assert "--max-restarts are used up" in said(made.handle(Exited(A, -9, out_of_memory=True), 200))
+
+
+def test_one_that_is_killed_before_the_job_has_begun_is_replaced_too_if_the_job_is_watched() -> None:
+    for watch, expected in ((True, [RequestReplacement()]), (False, [ReportFailure(A, "killed by SIGKILL")])):
+        made = Supervisor(HERE, grace_s=10, watch=watch, slots=2, max_restarts=1)
+        arrive(made, view(1, A, B), 0)
+        actions = made.handle(Exited(A, -9), 1)
+        assert kinds(actions, RequestReplacement, ReportFailure) == expected
+
+
+def test_one_that_was_silent_and_comes_back_is_lost_and_replaced() -> None:
+    made = training(A, B)
+    made.handle(StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2)), 20)
+    actions = made.handle(Exited(B, 0), 25)
+    assert kinds(actions, RequestReplacement) == [RequestReplacement()]
+    assert said(actions).endswith("it was silent, and the others went on without it; replacing it now")
+    assert (made.num_finished, made.num_lost) == (0, 1)
+
+
+def test_one_that_the_others_have_given_up_is_killed_and_replaced() -> None:
+    for code in (-9, GIVEN_UP_EXIT):  # it may have seen by itself that it is of no use
+        made = training(A, B)
+        lost = StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2))
+        kill = KillWorker(B, "is of no use: the others have given it up", unless_ending=True)
+        assert react(made, lost, 20, KillWorker) == []
+        assert made.next_deadline_s == 20 + END_NOTICED_S
+        assert react(made, Tick(), 20.5, KillWorker) == [kill]
+        assert react(made, lost, 20.6, KillWorker) == []
+        actions = made.handle(Exited(B, code), 20.7)
+        assert kinds(actions, RequestReplacement) == [RequestReplacement()]
+        assert said(actions).endswith("the others have given it up; replacing it now")
+        assert (made.num_finished, made.num_lost) == (0, 1)
+
+
+def test_one_whose_end_the_others_see_first_was_killed_and_not_given_up() -> None:
+    made = training(A, B)
+    assert react(made, StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2)), 20, KillWorker) == []
+    assert said(made.handle(Exited(B, -9), 20.1)).endswith("killed by SIGKILL; replacing it now")
+    assert react(made, Tick(), 21, KillWorker) == []
+
+
+def test_one_that_a_request_has_removed_is_not_taken_for_given_up() -> None:
+    made = training(A, B, C)
+    arrive(made, view(2, A, C), 5)  # B leaves after its step, and C is lost before that
+    made.handle(StateChanged(view(3, A), Membership(2, (A,), urgent=2, wanted=3)), 6)
+    actions = made.handle(Tick(), 6 + END_NOTICED_S)
+    assert [each.worker for each in kinds(actions, KillWorker) if isinstance(each, KillWorker)] == [C]
+
+
+def test_one_whose_process_is_stopped_is_reported_killed_and_replaced() -> None:
+    made = training(A, B)
+    why = "its process was stopped for 10 s"
+    assert react(made, Stopped(B, 10.2), 20, ReportLoss, KillWorker) == [
+        ReportLoss(B, why),
+        KillWorker(B, f"is of no use: {why}"),
+    ]
+    actions = made.handle(Exited(B, -9), 20.1)
+    assert kinds(actions, RequestReplacement) == [RequestReplacement()]
+    assert said(actions) == f"lost 10.0.0.1.1001: {why}; replacing it now"
+
+
+def test_a_job_of_which_all_workers_are_stopped_is_left_alone() -> None:
+    made = training(A, B)
+    for worker in (A, B):
+        assert react(made, Stopped(worker, 10.2, others_run=False), 20, ReportLoss, KillWorker) == []
+    far = training(A, FAR)
+    assert react(far, Stopped(A, 10.2, others_run=False), 20, KillWorker) != [], "on another host one may wait"
+
+
+def test_one_that_is_stopped_when_the_others_have_finished_does_not_spoil_the_job() -> None:
+    made = training(A, B)
+    made.handle(StateChanged(None, Membership(2, over=True, wanted=1)), 21)
+    made.handle(Exited(A, 0), 22)
+    assert react(made, Stopped(B, 10.2), 30, ReportLoss, KillWorker) != []
+    assert react(made, Exited(B, -9), 31, ExitRunner, ReportFailure) == [ExitRunner(0)]
+
+
+def test_without_watch_a_stopped_worker_ends_the_job_by_its_name() -> None:
+    made = started(A, B)
+    assert react(made, Stopped(B, 10.2), 20, ReportLoss) == []
+    assert react(made, Exited(B, -9), 20.1, ReportFailure) == [ReportFailure(B, "its process was stopped for 10 s")]
+
+
+def test_one_that_is_silent_at_the_end_does_not_spoil_the_job() -> None:
+    for code in (0, -9):
+        made = training(A, B)
+        made.handle(StateChanged(view(2, A), Membership(2, (A,), urgent=2, wanted=2)), 20)
+        made.handle(StateChanged(None, Membership(3, over=True, urgent=2, wanted=2)), 21)
+        assert react(made, Exited(A, 0), 22, ExitRunner) == []
+        assert react(made, Tick(), 30, TerminateWorker) == [TerminateWorker(B)]
+        assert react(made, Tick(), 40, KillWorker) == [KillWorker(B)]
+        assert react(made, Exited(B, code), 41, ExitRunner, ReportFailure) == [ExitRunner(0)]
+        assert (made.num_started, made.num_finished, made.num_lost) == (2, 1, 1)
 
 
 def test_the_last_crash_fails_the_job_and_is_blamed() -> None:
     made = training(A, B, max_restarts=0)
     made.handle(Exited(A, 3), 20)
     arrive(made, view(2, B), 21)
-    actions = made.handle(Exited(B, -9), 22)
-    hint = "killed by SIGKILL (out of memory? see dmesg)"
+    actions = made.handle(Exited(B, -11), 22)
     assert kinds(actions, ReportLoss, ReportFailure, ExitRunner) == [
-        ReportLoss(B, hint),
-        ReportFailure(B, hint, "was the last one, and failed"),
-        ExitRunner(137),
+        ReportLoss(B, "killed by SIGSEGV"),
+        ReportFailure(B, "killed by SIGSEGV", "was the last one, and failed"),
+        ExitRunner(139),
     ]
 
 
@@ -520,7 +810,7 @@ def test_a_newcomer_whose_wish_was_withdrawn_is_told_at_once() -> None:
 def test_the_last_member_is_replaced_and_only_then_dropped_from_the_view() -> None:
     made = training(A)
     actions = made.handle(Exited(A, -9), 20)
-    report = ReportLoss(A, "killed by SIGKILL (out of memory? see dmesg)")
+    report = ReportLoss(A, "killed by SIGKILL")
     assert kinds(actions, ReportLoss, RequestReplacement, ExitRunner) == [report, RequestReplacement(), report]
     change(made, Membership(2, (), urgent=2, wanted=1), 20.1)
     arrive(made, view(2, A, B), 20.2)
@@ -608,18 +898,18 @@ def test_a_crash_after_the_end_is_still_a_failure() -> None:
 
 
 @pytest.mark.parametrize("code", [0, -15])
-def test_resize_to_nobody_is_a_good_end(code: int) -> None:
+def test_resize_to_nobody_is_no_failure(code: int) -> None:
     made = training(A, B)
     made.handle(Exited(B, 1), 5)
     arrive(made, view(2, A), 5)
     arrive(made, view(3, A, C), 5)
     change(made, Membership(3, (A, C), urgent=2, wanted=3), 6)
     arrive(made, View(4, (), ()), 7)
-    assert kinds(change(made, Membership(4, over=True, wanted=4), 7), TerminateWorker) == []
+    assert kinds(change(made, Membership(4, over=True, wanted=4, ended_by="me"), 7), TerminateWorker) == []
     if code:
         assert react(made, Tick(), 17, TerminateWorker) == [TerminateWorker(A), TerminateWorker(C)]
     made.handle(Exited(A, code), 17)
-    assert react(made, Exited(C, code), 17, ExitRunner, ReportFailure) == [ExitRunner(0)]
+    assert react(made, Exited(C, code), 17, ExitRunner, ReportFailure) == [ExitRunner(ENDED_EXIT)]
 
 
 def test_a_job_that_has_begun_outlives_a_host() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from launching import DEADLINE_S, Ended, Launcher
+from patience import until
 
 from pliant.launch.processes import WarmLost, WarmProcess, WorkerProcess, WorkerStarter, can_start_warm
 
@@ -251,20 +252,62 @@ def test_a_fork_may_spawn_and_fork_workers_of_its_own(warm: WarmProcess, tmp_pat
     assert run(warm, path) == Ended(0, "fork [4, 9]\nspawn [4, 9]\n", "")
 
 
-def test_when_the_warm_process_dies_its_forks_do_and_others_are_started_without_it(tmp_path: Path) -> None:
+ANSWERS = """
+    import os, sys
+    print(os.getppid(), flush=True)
+    sys.exit(int(sys.stdin.readline() or open(os.environ["QUESTION"]).readline()))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])
+def test_when_the_warm_process_dies_its_forks_live_and_others_are_started_without_it(
+    tmp_path: Path, signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pliant.launch.processes.ANSWER_S", 0.2)
     made = open_warm()
     try:
-        path = script(tmp_path, "import sys, time; print('up', flush=True); time.sleep(600)")
-        process = made.fork([sys.executable, str(path)], {}, None)
-        assert first_line(process) == b"up\n"
-        os.kill(made.pid, signal.SIGKILL)
-        assert end(process).code == -signal.SIGKILL
-        with pytest.raises(WarmLost):
-            made.fork([sys.executable, str(path)], {}, None)
-        hello = script(tmp_path, "print('hello')")
+        os.mkfifo(tmp_path / "question")
+        path = script(tmp_path, ANSWERS)
+        process = made.fork([sys.executable, str(path)], {"QUESTION": str(tmp_path / "question")}, None)
+        assert first_line(process) == b"%d\n" % os.getpid(), "its parent is this process"
+        os.kill(made.pid, signum)
+        hello = script(tmp_path, "print('hello')", "hello.py")
+        if signum == signal.SIGSTOP:
+            with pytest.raises(WarmLost, match="does not answer"):
+                made.fork([sys.executable, str(hello)], {}, None)
+        until(lambda: made.was_killed)
         assert end(WorkerStarter([sys.executable, str(hello)], made).start(os.environ, None)).stdout == "hello\n"
+        (tmp_path / "question").write_text("7\n")
+        assert end(process).code == 7
     finally:
         close_warm(made)
+
+
+def test_a_fork_ends_with_the_process_that_asked_for_it(tmp_path: Path, alive: Callable[[int], bool]) -> None:
+    """Also if the warm process has ended before: nobody else passes the end on."""
+    nap = script(tmp_path, "import time; print('up', flush=True); time.sleep(600)", "nap.py")
+    asks = script(
+        tmp_path,
+        f"""
+        import os, signal, sys, threading, time
+        from pliant.launch.processes import WarmProcess
+        up = threading.Event()
+        with WarmProcess(dict(os.environ), up.set, imports=()) as warm:
+            up.wait()
+            worker = warm.fork([sys.executable, {str(nap)!r}], dict(os.environ), None)
+            os.read(worker.stdout, 3)
+            os.kill(warm.pid, signal.SIGKILL)
+            print(worker.pid, flush=True)
+            time.sleep(600)
+        """,
+        "asks.py",
+    )
+    with subprocess.Popen([sys.executable, str(asks)], stdout=subprocess.PIPE) as asking:
+        assert asking.stdout is not None
+        pid = int(asking.stdout.readline())
+        assert alive(pid)
+        asking.kill()
+    until(lambda: not alive(pid))
 
 
 def test_only_a_plain_python_program_of_this_python_is_forked(tmp_path: Path) -> None:
@@ -291,6 +334,12 @@ WAIT = """
 """
 
 
+def children_of(pid: int) -> set[int]:
+    """The children of all threads of a process."""
+    found = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return set(map(int, found.split()))
+
+
 def test_kill_9_of_the_runner_leaves_neither_forks_nor_the_warm_process(
     launcher: Launcher, alive: Callable[[int], bool]
 ) -> None:
@@ -300,13 +349,13 @@ def test_kill_9_of_the_runner_leaves_neither_forks_nor_the_warm_process(
     pids = {int(path.name.removeprefix("up-")) for path in launcher.files("up-*")}
     has_torch, parent = runner.stdout.readline().split()[-2:]
     assert has_torch == b"True"
-    assert b"wait.py" in Path(f"/proc/{int(parent)}/cmdline").read_bytes()
-    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()
-    assert int(parent) in map(int, children)
-    assert not pids & set(map(int, children))
+    assert int(parent) == runner.pid
+    children = children_of(runner.pid)
+    assert len(children & pids) == 2
+    assert len(children - pids) == 3, "the guardian, the config server and the warm process"
     runner.kill()
     runner.wait(DEADLINE_S)
-    for pid in {*pids, *map(int, children)}:
+    for pid in pids | children:
         launcher.until(lambda pid=pid: not alive(pid), f"end of {pid}")  # type: ignore[misc]
 
 

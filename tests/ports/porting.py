@@ -225,7 +225,7 @@ def run_elastic(path: Path, arguments: Sequence[str], replicas: int, plan: Plan,
     ended: dict[Worker, str | None] = {}
     asked: set[int] = set()
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
+        server = stack.enter_context(ConfigServer(ServerConfig(port=0, open=True)).running())
         client = stack.enter_context(ConfigClient(server.url))
         stack.callback(lambda: [started.close() for started in workers.values()])
         client.put(_view_of(_new_workers(plan.most)))

@@ -18,7 +18,7 @@ from pliant.launch.plan import RunOptions
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 PROGRAM = """
-import hashlib
+import hashlib, os, time
 import torch, torch.nn.functional as F
 import pliant
 
@@ -34,6 +34,7 @@ model, optimizer = job.wrap(net, optimizer)
 loader = job.loader(data, batch_size=4)
 for epoch in job.epochs(2):
     for step in loader:
+        time.sleep(float(os.environ.get("PAUSE_S", 0)))  # so that new workers have time to come
         for x, y in step:
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -75,15 +76,17 @@ def _result(output: str) -> str:
 def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     asked = [word for policy in POLICIES for word in ("--policy", policy)]
+    monkeypatch.setenv("PAUSE_S", "0.05")
     live = _run(tmp_path, "-w", "-np", "2", "-H", "127.0.0.1:4", "--record", "run.jsonl", *asked)
     facts = record.read(tmp_path / "run.jsonl")
     decided = [fact.data["decision"] for fact in facts if fact.kind == "decision"]
     sizes = [each["size"] for each in decided if each["kind"] == "set_batch_size"]
-    assert sizes == sorted(sizes)
-    assert max(sizes) > 4
+    assert 6 in sizes, "the schedule's"
+    assert max(sizes) > 6, "and larger ones, when measured noise and speed say so"
     assert all(each["reason"] for each in decided)
     assert [fact for fact in facts if fact.kind == "view"], "the workers have changed"
     assert "loss" in next(fact for fact in facts if fact.kind == "step").data["values"]
+    monkeypatch.delenv("PAUSE_S")
     seen: list[RunOptions] = []
     monkeypatch.setattr("pliant.cli.run._launch", lambda options: seen.append(options) or 0)
     command("run", "--replay", str(tmp_path / "run.jsonl"), str(tmp_path / "train.py"))

@@ -223,7 +223,7 @@ def test_the_scaling_benchmark_says_how_long_each_resize_took() -> None:
     """Through a config server's artifact URL, as in the artifact's commands."""
     from pliant.elastic.server import ConfigServer, ServerConfig
 
-    with ConfigServer(ServerConfig(host="127.0.0.1", port=0)).running() as server:
+    with ConfigServer(ServerConfig(host="127.0.0.1", port=0, open=True)).running() as server:
         url = server.url.replace("/config", "/get")
         lines = lines_of(
             *RUN, "-w", "-config-server", url, "-np", 1, "-H", "127.0.0.1:2", sys.executable,

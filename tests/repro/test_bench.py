@@ -416,13 +416,14 @@ def test_the_tree_sends_the_least_where_blocks_are_subtrees() -> None:
 def test_orders_are_compared_by_what_the_ranks_counted() -> None:
     options = orders.OrdersOptions(num_workers=2, replicas=4, steps=2, model="small")
     cells = []
-    for order, sent, shared in (("ddp", 500, 9000), ("tree", 200, 4000)):
-        before, after = {"wire_bytes": 7, "shared_bytes": 0}, {"wire_bytes": 7 + sent, "shared_bytes": shared}
+    for order, sent, peak in (("ddp", 500, 1800), ("tree", 200, 1300)):
+        before, after = {"wire_bytes": 7, "shared_bytes": 0}, {"wire_bytes": 7 + sent, "shared_bytes": 400}
         answers = [{"before": before, "after": after}] * 2
-        cells.append(orders.make_cell(options, order, 100, answers, same_on_all=True))
+        traffic = orders.make_cell(options, order, 100, answers, same_on_all=True)
+        cells.append(traffic | orders.memory_of(100, orders.peak_of([{"peak_bytes": 900}, {"peak_bytes": peak}]), 1000))
     found = orders.result(options, {}, cells)
     assert (found["ok"], found["bound"]) == (True, {"name": "least traffic", "bytes": 200, "ratio": 1.0})
-    assert found["ours"]["sets_of_gradients"] == 40
+    assert found["ours"]["sets_of_gradients"] == 4
     assert (found["peers"]["ddp"]["traffic_ratio"], found["peers"]["ddp"]["memory_ratio"]) == (2.5, 2.25)
     cells[1] = {**cells[1], "wire_bytes": 220.0, "same_on_all_workers": False}
     refused = orders.result(options, {}, cells)

@@ -1,4 +1,4 @@
-"""The benches of training: their networks, their arithmetic, and each of them once for real at small size."""
+"""The benches of training: their arithmetic, and each of them once for real at small size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from pliant_repro.bench.commit_gaps import Event
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, step_times, steps_in_view
 from pliant_repro.bench.train import TrainOptions
 from pliant_repro.contest import Rules, Timings
-from pliant_repro.profiles import TRAINED, tensor_sizes
-from pliant_repro.zoo import NETWORKS, Samples, build, compute_loss, make_optimizer, network
 
-from pliant.errors import ConfigError, LaunchError
-
-# Networks
+from pliant.errors import LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -33,50 +29,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_tensors", "num_parameters"), [("resnet18", 62, 11_689_512), ("resnet50", 161, 25_557_032)]
-)
-def test_networks_have_their_published_sizes(name: str, num_tensors: int, num_parameters: int) -> None:
-    sizes = [parameter.numel() for parameter in build(name).parameters()]
-    assert (len(sizes), sum(sizes)) == (num_tensors, num_parameters)
-    if name == "resnet50":
-        assert sizes == tensor_sizes(name)
-
-
-def batch_for(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = network(name)
-    samples = Samples(chosen.kind, chosen.size, 100)
-    return torch.stack([samples[0][0], samples[65][0]]), torch.stack([samples[0][1], samples[65][1]])
-
-
-@pytest.mark.parametrize("name", ["resnet18", "transformer", "small"])
-def test_networks_begin_alike_everywhere(name: str) -> None:
-    with torch.no_grad():
-        first, second = (compute_loss(build(name).eval(), *batch_for(name)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.isfinite()
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-def test_a_network_learns(kind: str) -> None:
-    model, batch = build("small").eval(), batch_for("small")  # without chance
-    optimizer = make_optimizer(kind, model)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = compute_loss(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[1] < losses[0]
-
-
-def test_an_unknown_network_lists_the_known_ones() -> None:
-    assert set(NETWORKS) == set(TRAINED)
-    with pytest.raises(ConfigError, match=", ".join(TRAINED)):
-        network("resnet19")
 
 
 # What the workers of an elastic job tell

@@ -1,64 +1,31 @@
-"""`pliant bench gpu`: its networks, its arithmetic and verdicts, and one part for real at a tiny size on the CPU."""
+"""`pliant bench gpu`: its arithmetic and verdicts, and one part for real at a tiny size on the CPU."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import math
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import forked
 import pytest
 import torch
-from pliant_repro.bench import gpu, gpu_bits, gpu_elastic, gpu_plan, trace_summary, training
-from pliant_repro.bench.elastic import StepBegun
-from pliant_repro.bench.gpu import Clock, DevicePool, GpuOptions, Part
+from pliant_repro.bench import gpu, gpu_bits, gpu_elastic, gpu_memory, gpu_timing, trace_summary, training
+from pliant_repro.bench.elastic import StepBegun, training_task
 from pliant_repro.bench.gpu_bits import Group, Outcome
+from pliant_repro.bench.gpu_parts import MODES, Clock, DevicePool, GpuOptions, Part, weights_of
 from pliant_repro.bench.training_probes import digest_state, digest_tensors
 from pliant_repro.contest import Timings
-from pliant_repro.zoo import NETWORKS, ReadyBatches, build, compute_loss, make_optimizer, network
+from pliant_repro.forking import ColdStarts
 
+from pliant.cli.output import save_json
 from pliant.errors import ConfigError
-
-# Networks
-
-
-@pytest.mark.parametrize(("name", "num_parameters"), [("gpt2", 124_475_904), ("vit", 22_049_896), ("lstm", 28_401_100)])
-def test_networks_have_their_published_sizes(name: str, num_parameters: int) -> None:
-    with torch.device("meta"):
-        model = NETWORKS[name].make()
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
-
-
-@pytest.mark.parametrize("name", ["gpt2-tiny", "vit-tiny", "lstm-tiny", "resnet50-tiny"])
-def test_tiny_networks_train(name: str) -> None:
-    chosen = network(name)
-    model = build(name).eval()  # without dropout
-    optimizer = make_optimizer(chosen.optimizer, model)
-    batch = ReadyBatches(chosen.kind, chosen.size, 100, classes=chosen.classes).__getitems__([0, 1])
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = compute_loss(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[1] < losses[0]
-
-
-def test_gpt2_does_not_see_later_words() -> None:
-    model = build("gpt2-tiny").eval()
-    words = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(0))
-    other = words.clone()
-    other[0, 9:] = (other[0, 9:] + 1) % 128
-    with torch.no_grad():
-        before, after = model(words), model(other)
-    assert torch.equal(before[:9], after[:9])
-    assert not torch.equal(before[9:], after[9:])
-
 
 # Digests
 
@@ -87,10 +54,11 @@ def test_the_first_difference_is_named_and_a_missing_step_is_one() -> None:
     assert gpu_bits.first_difference(["a", "b"], ["a", "b"]) is None
     assert gpu_bits.first_difference(["a", "x"], ["a", "b"]) == 2
     assert gpu_bits.first_difference(["a"], ["a", "b"]) == 2
-    said = gpu_bits.merge_ranks(
-        [{"states": ["a", "b"], "buffers": ["", ""]}, {"states": ["a", "x"], "buffers": ["", ""]}]
-    )
+    one = {"states": ["a", "b"], "buffers": ["", ""], "losses": [1.5, 0.0]}
+    assert gpu_bits.merge_ranks([one, one]) == ([("a", ""), ("b", "")], "")
+    said = gpu_bits.merge_ranks([one, {**one, "states": ["a", "x"]}])
     assert said == ([("a", ""), ("b", "")], "rank 1 differs from rank 0 after step 2")
+    assert "has diverged" in gpu_bits.merge_ranks([{**one, "losses": [1.5, math.nan]}])[1]
 
 
 def judged(part: Part) -> list[bool | None]:
@@ -219,9 +187,9 @@ def timings(*seconds: float) -> Timings:
 
 def test_a_ratio_is_taken_round_by_round() -> None:
     plain, ours = timings(1.0, 2.0, 1.0), timings(1.1, 2.2, 1.1)  # the second round was disturbed for both
-    found = gpu.time_over(ours, plain)
+    found = gpu_timing.time_over(ours, plain)
     assert (found["median"], found["p90"]) == (pytest.approx(1.1), pytest.approx(1.1))
-    assert gpu.time_over(Timings(failure="died"), plain)["median"] is None
+    assert gpu_timing.time_over(Timings(failure="died"), plain)["median"] is None
 
 
 @pytest.mark.parametrize(("one", "several", "expected"), [(1.02, 4.12, [True, True]), (1.03, 4.13, [False, False])])
@@ -231,7 +199,7 @@ def test_a_step_has_its_limits(one: float, several: float, expected: list[bool])
         "plain_x4": timings(4.0), "pliant_x4": timings(several),
     }  # fmt: skip
     part = Part()
-    gpu.judge_step(part, "gpt2", "eager", 4, results)
+    gpu_timing.judge_step(part, "gpt2", "eager", 4, results)
     assert judged(part) == expected
     json.dumps(part.cells)
 
@@ -242,7 +210,9 @@ def test_a_side_without_a_figure_says_why() -> None:
         Timings(failure="version01: rank 0: died"),
         Timings(failure="ddp: 4 of 4 workers did not answer within 5 s"),
     )
-    gpu.judge_packed(part, "gpt2", "eager", 4, {"pliant": timings(1.0), "ddp": late, "version01": died}, is_late=True)
+    gpu_timing.judge_packed(
+        part, "gpt2", "eager", 4, {"pliant": timings(1.0), "ddp": late, "version01": died}, is_late=True
+    )
     assert part.verdicts == [
         (None, "gpt2 eager on 4 processes: ours over ddp: no time was left"),
         (False, "gpt2 eager on 4 processes: ours over version01: version01: rank 0: died"),
@@ -264,12 +234,15 @@ def test_the_worker_of_version_01_needs_only_modules_that_it_has() -> None:
 
 
 def test_memory_may_grow_with_the_logarithm_of_the_replicas() -> None:
-    assert [gpu.memory_limit(1000, 10, count) for count in (1, 2, 3, 4, 16)] == [1000, 1010, 1020, 1020, 1040]
+    assert [gpu_memory.memory_limit(1000, 10, count) for count in (1, 2, 3, 4, 16)] == [1000, 1010, 1020, 1020, 1040]
     mega = 1 << 20
-    bare = {("plain", count): {"peak_bytes": 1000 * mega, "gradient_bytes": 100 * mega} for count in gpu.REPLICA_COUNTS}
+    bare = {
+        ("plain", count): {"peak_bytes": 1000 * mega, "gradient_bytes": 100 * mega}
+        for count in gpu_memory.REPLICA_COUNTS
+    }
     ours = {("pliant", count): {"peak_bytes": (1000 + 100 * sets) * mega} for count, sets in ((1, 0), (2, 1), (4, 3))}
     part = Part()
-    gpu.judge_memory(part, "gpt2", "eager", {**bare, **ours})
+    gpu_memory.judge_memory(part, "gpt2", "eager", {**bare, **ours})
     assert judged(part) == [True, True, False, False, False]  # one set too many, and two that were not measured
 
 
@@ -297,32 +270,72 @@ def test_a_pool_lends_what_it_has_in_the_order_of_requests() -> None:
 
 
 def test_a_plan_shares_out_the_time_and_gives_on_what_is_left() -> None:
-    phases = gpu_plan.phases_of(("changes", "step", "bits"))
+    phases = gpu.phases_of(("changes", "step", "bits"))
     assert [phase.parts for phase in phases] == [("step",), ("bits", "changes")]
-    assert gpu_plan.limit_of(phases, 880.0) == pytest.approx(340.0)
-    assert gpu_plan.limit_of(gpu_plan.phases_of(("live", "memory")), 360.0) == pytest.approx(300.0)
-    assert gpu_plan.limit_of(phases[1:], 600.0) == 600.0
+    assert gpu.limit_of(phases, 880.0) == pytest.approx(340.0)
+    assert gpu.limit_of(gpu.phases_of(("live", "memory")), 360.0) == pytest.approx(300.0)
+    assert gpu.limit_of(phases[1:], 600.0) == 600.0
     with pytest.raises(ConfigError, match="use some of step,packed,live,memory,bits,changes"):
-        gpu_plan.phases_of(("steps",))
+        gpu.phases_of(("steps",))
+
+
+def test_a_part_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(part: str) -> list[object]:
+        return [each["ok"] for each in json.loads((tmp_path / f"gpu_{part}.json").read_text())["verdicts"]]
+
+    def step(options: GpuOptions, progress: object, found: Part) -> None:
+        found.judge(True, "the first cell")
+        found.keep()
+        assert read("step") == [True], "it is written before the next cell begins"
+        raise KeyError("the second cell")
+
+    def live(options: GpuOptions, progress: object, found: Part) -> None:
+        found.judge(True, "a part after the failed one")
+
+    monkeypatch.setattr(gpu, "_forks", lambda parts: contextlib.nullcontext(ColdStarts()))
+    monkeypatch.setattr(gpu_timing, "run_step", step)
+    monkeypatch.setattr(gpu_elastic, "run_live", live)
+    options = GpuOptions(part="step", device="cpu")
+    summary = gpu.run_all(options, ["step", "live"], tmp_path, {}, lambda what, fraction: None, save_json)
+    assert (read("step"), read("live")) == ([True, False], [True])
+    assert not summary["ok"]
+    assert [verdict["text"] for verdict in summary["verdicts"]] == [  # type: ignore[attr-defined]
+        "step: the first cell", "step: it failed: KeyError: 'the second cell'", "live: a part after the failed one",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["step", "packed"])
+def test_no_cell_begins_when_time_is_over(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_timing, "Clock", lambda limit_s, weights: Clock(0.0, weights))
+    monkeypatch.setattr(gpu_timing, "started", None)  # nothing may be started
+    found = Part()
+    run = {"step": gpu_timing.run_step, "packed": gpu_timing.run_packed}[part]
+    run(GpuOptions(part=part, device="cpu", tiny=True), lambda what, fraction: None, found)
+    assert len(found.rows) == {"step": 4 * 6, "packed": 4 * 2}[part]
+    assert set(judged(found)) == {None}
+    assert any("it needs --old DIR" in text for _, text in found.verdicts) == (part == "packed")
+    json.dumps(found.cells)
 
 
 def test_contenders_that_take_turns_share_cores_if_there_are_enough() -> None:
-    assert gpu.cores_of_contenders(range(16)) == [12, 13, 14, 15]
-    assert gpu.cores_of_contenders(range(4)) == []
+    assert gpu_timing.cores_of_contenders(range(16)) == [12, 13, 14, 15]
+    assert gpu_timing.cores_of_contenders(range(4)) == []
 
 
 def test_contenders_with_other_settings_are_named() -> None:
     part = Part()
     strict = {"deterministic": "strict", "fill_uninitialized_memory": "False"}
-    gpu.judge_settings(part, "gpt2 eager", {"plain": strict, "pliant": dict(strict), "plain_free": {}})
-    gpu.judge_settings(part, "gpt2 eager", {"plain": strict, "pliant": {**strict, "fill_uninitialized_memory": "True"}})
-    gpu.judge_settings(part, "gpt2 eager", {})
+    gpu_timing.judge_settings(part, "gpt2 eager", {"plain": strict, "pliant": dict(strict), "plain_free": {}})
+    gpu_timing.judge_settings(
+        part, "gpt2 eager", {"plain": strict, "pliant": {**strict, "fill_uninitialized_memory": "True"}}
+    )
+    gpu_timing.judge_settings(part, "gpt2 eager", {})
     assert judged(part) == [True, False, False]
     assert "pliant has fill_uninitialized_memory=True where plain has False" in part.verdicts[1][1]
 
 
 def test_a_clock_shares_what_is_left() -> None:
-    clock = Clock(90.0, gpu.weights_of([("gpt2", "eager"), ("gpt2", "compiled")]))
+    clock = Clock(90.0, weights_of([("gpt2", "eager"), ("gpt2", "compiled")]))
     begun_s = time.monotonic()
     first, second = clock.next_cell(), clock.next_cell()
     assert (first - begun_s, second - begun_s) == (pytest.approx(36.0, abs=1.0), pytest.approx(90.0, abs=1.0))
@@ -339,6 +352,15 @@ def test_wrong_options_are_named() -> None:
 # Changes
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_changing_job_trains_what_the_fixed_one_trains(mode: str) -> None:
+    options = GpuOptions(part="changes", tiny=True, device="cpu", order="tree")
+    fixed = options.task("lstm", mode, replicas=options.replicas, seed=7)
+    changing = training_task(gpu_elastic.elastic_options(options, "lstm", mode, Clock(60.0), seed=7), fixed.optimizer)
+    assert replace(changing, num_workers=fixed.num_workers, lead=fixed.lead) == fixed
+    assert (fixed.scaler, fixed.join.get("sync")) == (mode == "fp16", "priority" if mode == "priority" else None)
+
+
 def test_digests_of_a_changing_job_are_compared_by_step() -> None:
     def begin(step: int, digest: str, rank: int = 0, buffers: str = "") -> StepBegun:
         values = {"worker": "h:1", "size": 2, "own": 1, "at_s": 1.0, "ended_s": 0.9}
@@ -352,6 +374,9 @@ def test_digests_of_a_changing_job_are_compared_by_step() -> None:
         "state after step 1 on rank 0 of 2",
         "buffers after step 2 on rank 0 of 2",
     ]
+    taken_back = [begin(1, "a", buffers="p"), begin(2, "a", buffers="p"), begin(1, ""), begin(2, "b", buffers="q")]
+    assert gpu_elastic.compare_digests(taken_back, expected) == (2, [])
+    assert gpu_elastic.compare_digests(taken_back[:2], expected)[1], "it was not taken back"
 
 
 @pytest.mark.parametrize(

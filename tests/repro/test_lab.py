@@ -185,7 +185,7 @@ def test_a_rate_change_shows_in_the_running_lab(lab: Lab) -> None:
 
 
 @rooted
-def test_a_cut_link_is_silent() -> None:
+def test_a_cut_link_is_silent_until_it_is_mended() -> None:
     with Lab(num_hosts=2).up() as lab:
         client, accepted = connected(lab, 0, 1)
         with client, accepted:
@@ -194,6 +194,9 @@ def test_a_cut_link_is_silent() -> None:
             accepted.settimeout(0.1)
             with pytest.raises(TimeoutError):
                 accepted.recv(100)
+            lab.mend(1)
+            accepted.settimeout(20)
+            assert accepted.recv(100) == b"into the dark"
 
 
 @rooted

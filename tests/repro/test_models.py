@@ -1,4 +1,4 @@
-"""The models of the experiments, and CIFAR-10."""
+"""The models of the experiments and the networks of the benches, and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from pliant_repro import zoo
 from pliant_repro.figures.questions import import_transformers
+from pliant_repro.profiles import TRAINED, tensor_sizes
 
 from pliant import torchvision_import
 from pliant.errors import ConfigError
@@ -28,6 +29,76 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+# Networks of the benches
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [
+        ("resnet18", 11_689_512),
+        ("resnet50", 25_557_032),
+        ("gpt2", 124_475_904),
+        ("vit", 22_049_896),
+        ("lstm", 28_401_100),
+    ],
+)
+def test_networks_have_their_published_sizes(name: str, num_parameters: int) -> None:
+    with torch.device("meta"):
+        model = zoo.NETWORKS[name].make()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert sum(sizes) == num_parameters
+    if name == "resnet50":
+        assert sizes == tensor_sizes(name)
+
+
+def batch_for(name: str) -> Any:
+    chosen = zoo.network(name)
+    return zoo.ReadyBatches(chosen.kind, chosen.size, 100, classes=chosen.classes).__getitems__([0, 1])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "transformer", "small"])
+def test_networks_begin_alike_everywhere(name: str) -> None:
+    with torch.no_grad():
+        first, second = (zoo.compute_loss(zoo.build(name).eval(), *batch_for(name)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("small", "sgd"), ("small", "adam"), ("small", "adamw"), ("gpt2-tiny", "adamw"), ("vit-tiny", "adamw"),
+     ("lstm-tiny", "sgd"), ("resnet50-tiny", "sgd")],
+)  # fmt: skip
+def test_networks_learn(name: str, kind: str) -> None:
+    model, batch = zoo.build(name).eval(), batch_for(name)  # without chance
+    optimizer = zoo.make_optimizer(kind, model)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = zoo.compute_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+
+
+def test_an_unknown_network_lists_the_known_ones() -> None:
+    assert set(zoo.NETWORKS) == set(TRAINED)
+    with pytest.raises(ConfigError, match=", ".join(TRAINED)):
+        zoo.network("resnet19")
+
+
+def test_gpt2_does_not_see_later_words() -> None:
+    model = zoo.build("gpt2-tiny").eval()
+    words = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(0))
+    other = words.clone()
+    other[0, 9:] = (other[0, 9:] + 1) % 128
+    with torch.no_grad():
+        before, after = model(words), model(other)
+    assert torch.equal(before[:9], after[:9])
+    assert not torch.equal(before[9:], after[9:])
 
 
 # Image models

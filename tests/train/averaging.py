@@ -200,7 +200,7 @@ class Driver:
 
 @contextlib.contextmanager
 def elastic(kind: str) -> Iterator[Driver]:
-    with ConfigServer(ServerConfig(port=0)).running() as server, ConfigClient(server.url) as client:
+    with ConfigServer(ServerConfig(port=0, open=True)).running() as server, ConfigClient(server.url) as client:
         driver = Driver(kind, client, server.url)
         with contextlib.closing(driver):
             yield driver

@@ -68,8 +68,6 @@ TOGETHER: dict[int, list[Run]] = {
 """By N: what is run in one go as soon as some of it is asked for."""
 KEPT: list[DistributedDataParallel] = []
 """Until the process ends: dropping one right after a step may hang (see `pliant_repro.figures.program.KEPT`)."""
-shared: Path | None = None
-"""A folder in which tests that run side by side in several processes leave what they have computed."""
 _known: dict[tuple[int, Run], tuple[Step, ...]] = {}
 
 
@@ -84,11 +82,11 @@ def golden(name: str, num_replicas: int, epochs: int, restarts: tuple[int, ...] 
 
 def _find(num_replicas: int, runs: Sequence[Run]) -> None:
     """Run these, unless another process of this test session has; whoever comes meanwhile waits."""
-    if shared is None:
+    if (shared := os.environ.get("PYTEST_SHARED_FOLDER")) is None:
         _run(num_replicas, runs)
         return
     name = hashlib.sha256(repr((num_replicas, runs)).encode()).hexdigest()
-    with (shared / f"golden-{name}").open("a+b") as file:
+    with (Path(shared) / f"golden-{name}").open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         if data := file.read():

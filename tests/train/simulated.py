@@ -14,24 +14,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from simulated_engine import Killed, Network, SimulatedEngine, SimulatedTransport
 
-from pliant.cluster import Membership, View, Worker
-from pliant.comm import order
-from pliant.comm.engine import Engine
-from pliant.comm.handle import Handle
-from pliant.comm.plan import Portion
-from pliant.comm.telemetry import TimedBytes
-from pliant.comm.topology import Strategy
+from pliant.cluster import ClusterSnapshot, Membership, View, Worker
 from pliant.elastic.member import Member
 from pliant.elastic.membership import (
     AddWorker,
@@ -40,27 +33,25 @@ from pliant.elastic.membership import (
     LossNotice,
     PutView,
     ReadyNotice,
+    RestoreNotice,
     SettledNotice,
 )
-from pliant.errors import CollectiveTimeout, CommError, Mismatch, MustBeReplaced, NotStored, ViewChanged, WorkerLost
+from pliant.errors import CommError, MustBeReplaced, NotWanted, WorkerLost
 from pliant.identity import WorkerSpec
-from pliant.train import assembly, determinism
-from pliant.train import job as job_module
+from pliant.train import assembly, determinism, worker_run
 from pliant.train.adaptation import AdaptationSettings
-from pliant.train.assembly import JobSettings
 from pliant.train.context import capture_rng, restore_rng, seeded_rng
+from pliant.train.declared import JobSettings
 from pliant.train.job import Job
 from pliant.train.meeting import MeetingWatch
 from pliant.train.rendezvous import Left
 
 HOST = "10.0.0.1"
+JOB = "0"
+"""The id of the job's state; a server that has lost it has another one."""
 RUNNER = Worker(HOST, 1)
 TOO_LONG = 200_000
 """Switches between workers, after which a run counts as endless."""
-
-
-class Killed(BaseException):
-    """Raised in the thread of a worker that dies, wherever it waits."""
 
 
 class Hang(AssertionError):
@@ -100,6 +91,13 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class ServerLoss:
+    """The config server comes back without its state at a moment."""
+
+    moment: int
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The order in which things happen. With a seed it is random."""
 
@@ -113,358 +111,7 @@ class Schedule:
 LAZY, EAGER, REVERSED = Schedule(), Schedule(is_eager=True), Schedule(is_reversed=True)
 
 
-# --- the network ---
-
-
-@dataclass(eq=False)
-class Part:
-    """What one rank has submitted of a collective."""
-
-    rank: int
-    handle: Handle
-    target: torch.Tensor
-    operands: Sequence[torch.Tensor]
-    likeness: tuple[Any, ...]
-    """What must be the same on all ranks."""
-    portion: Portion | None = None
-    """Of which tensor it is a part; None if it is a whole one."""
-
-
-@dataclass(eq=False)
-class Collective:
-    """One collective of a view."""
-
-    kind: str
-    name: str
-    op: str
-    root: int
-    ranks: tuple[int, ...]
-    parts: dict[int, Part] = field(default_factory=dict)
-    lost_for: set[int] = field(default_factory=set)
-    """The ranks that what somebody had sent has not reached."""
-    result: torch.Tensor | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.parts) == len(self.ranks) and all(part.handle.done for part in self.parts.values())
-
-    def needs(self, rank: int) -> tuple[int, ...]:
-        """The ranks without whom it does not end on this one."""
-        if self.kind == "broadcast" or (self.kind == "reduce" and rank != self.root):
-            return (self.root,) if self.kind == "broadcast" else (rank,)
-        return self.ranks
-
-    def can_end(self, rank: int) -> bool:
-        return rank not in self.lost_for and self.parts.keys() >= {*self.needs(rank), rank}
-
-    def compute(self) -> None:
-        """Compute the result as soon as everybody has submitted: from then on nobody's memory is needed."""
-        if self.kind == "broadcast":
-            if self.result is None and self.root in self.parts:
-                self.result = self.parts[self.root].target.detach().clone()
-        elif self.result is None and len(self.parts) == len(self.ranks):
-            operands = [each.detach().view(-1) for rank in self.ranks for each in self.parts[rank].operands]
-            if self.kind == "all_gather":
-                first = self.parts[self.ranks[0]].target
-                self.result = torch.stack(operands).view(len(self.ranks), *first.shape)
-            elif self.op == "sum":
-                self.result = sum_as_ddp(operands, self.parts[self.ranks[0]].portion)
-            else:
-                fold = {"max": torch.maximum, "min": torch.minimum}[self.op]
-                self.result = functools.reduce(fold, operands[1:], operands[0].clone())
-
-    def end(self, rank: int) -> None:
-        """Bring the result to a rank."""
-        part = self.parts[rank]
-        if self.kind == "all_gather":
-            assert self.result is not None, "everybody has submitted"
-            part.handle.finish(self.result.clone())
-        elif self.kind == "reduce" and rank != self.root:
-            part.handle.finish(None)
-        else:
-            assert self.result is not None, "it was computed"
-            if rank != self.root or self.kind != "broadcast":
-                part.target.detach().view(-1).copy_(self.result.view(-1))
-            part.handle.finish(part.target)
-
-    def fail(self, rank: int, error: Exception) -> None:
-        """Fail on a rank. What is written in place is then torn, but others may still get what was sent."""
-        part = self.parts[rank]
-        part.operands = [each.detach().clone() for each in part.operands]
-        if self.kind in ("all_reduce", "reduce") and part.target.is_floating_point():
-            part.target.detach().fill_(torch.nan)
-        part.handle.fail(error)
-
-
-def sum_as_ddp(operands: Sequence[torch.Tensor], portion: Portion | None) -> torch.Tensor:
-    """Sum in the order that a worker with all replicas has, too."""
-    total, count = operands[0].clone(), len(operands)
-    whole, first = (portion.whole, portion.begin) if portion is not None else (len(total), 0)
-    length = order.chunk_length(whole, total.element_size(), count)
-    for begin, end, chunk in order.chunks_between(first, first + len(total), length):
-        values = [operands[replica][begin - first : end - first] for replica in order.chain(chunk, count)]
-        total[begin - first : end - first] = functools.reduce(torch.add, values)
-    return total
-
-
-@dataclass(eq=False)
-class Request:
-    """A request for what another rank has published."""
-
-    rank: int
-    owner: int
-    name: tuple[str, int]
-    target: torch.Tensor
-    handle: Handle
-
-
-class Network:
-    """The collectives and requests of one view."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.collectives: dict[tuple[str, int], Collective] = {}
-        self.unfinished: list[Collective] = []
-        self.requests: list[Request] = []
-        self.gone: dict[int, CommError] = {}
-        """The ranks that have left this view, and why."""
-        self.dead: set[int] = set()
-        """Those of them that have died."""
-        self.engines: dict[int, SimulatedEngine] = {}
-
-    def leave(self, rank: int, why: CommError, reached: Callable[[int, bool], bool]) -> None:
-        """A rank leaves the view. `reached` tells whether what it has sent of a collective reaches a rank, which may
-        depend on whether this rank has the result."""
-        if rank in self.gone:
-            return
-        self.gone[rank] = why
-        for each in self.collectives.values():
-            if rank in each.ranks:
-                part = each.parts.get(rank)
-                for other in each.ranks:
-                    if other != rank and (part is None or not reached(other, part.handle.succeeded)):
-                        each.lost_for.add(other)
-
-    def open_at(self, rank: int) -> Iterator[Collective]:
-        """Yield the collectives that a rank waits for, the oldest first."""
-        self.unfinished = [each for each in self.unfinished if not each.is_over]
-        return (each for each in self.unfinished if rank in each.parts and not each.parts[rank].handle.done)
-
-
-# --- a worker's engine and membership ---
-
-
-class Waiter:
-    """Whoever waits for a collective gives way to the others."""
-
-    timeout_s = 1e9
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-        self.handle: Handle | None = None
-
-    def wake(self) -> None:
-        handle = self.handle
-        assert handle is not None, "it was submitted"
-        self._actor.wait_until(lambda: handle.done, handle.name)
-
-    def missing(self, _: Handle) -> tuple[str, ...]:
-        return ()
-
-
-class SimulatedEngine(Engine):
-    """The collectives of one rank in one view."""
-
-    may_be_written_to = False  # type: ignore[assignment]
-    num_lanes = 2  # type: ignore[assignment]
-    wire_bytes = 0  # type: ignore[assignment]
-    strategy = Strategy("STAR")  # type: ignore[assignment]
-
-    def __init__(self, actor: Actor, network: Network) -> None:
-        self.actor, self.network, self.view = actor, network, network.view
-        self.rank, self.size = network.view.rank_of(actor.worker), network.view.size
-        self.timeout_s = Waiter.timeout_s
-        self.ended: Exception | None = None
-        self._counts: Counter[str] = Counter()
-        network.engines[self.rank] = self
-
-    # --- memory and telemetry ---
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def backpressure(self) -> TimedBytes:
-        return TimedBytes(0, 0.0)
-
-    def throughput(self) -> dict[int, Any]:
-        return {}
-
-    def limit_kernel_queue(self, num_bytes: int) -> None:
-        pass
-
-    def watch(self, watcher: Any) -> None:
-        pass
-
-    def set_strategy(self, *_: Any, **__: Any) -> None:
-        self.barrier("strategy")
-
-    def release_unused(self) -> None:
-        """There is no memory that others have mapped."""
-
-    # --- collectives ---
-
-    def all_reduce(  # type: ignore[override]
-        self,
-        name: str,
-        tensor: Any,
-        *,
-        op: str = "sum",
-        ranks: Any = None,
-        contributions: Any = None,
-        portion: Portion | None = None,
-        **_: Any,
-    ) -> Handle:
-        operands = [tensor] if contributions is None else contributions
-        return self._submit("all_reduce", name, tensor, operands, op, ranks, -1, portion)
-
-    def reduce(self, name: str, tensor: Any, root: int = 0, *, op: str = "sum", ranks: Any = None, **_: Any) -> Handle:  # type: ignore[override]
-        return self._submit("reduce", name, tensor, [tensor], op, ranks, root)
-
-    def broadcast(self, name: str, tensor: Any, root: int = 0, *, ranks: Any = None, **_: Any) -> Handle:  # type: ignore[override]
-        return self._submit("broadcast", name, tensor, [], "none", ranks, root)
-
-    def all_gather(self, name: str, tensor: Any, *, ranks: Any = None, **_: Any) -> Handle:  # type: ignore[override]
-        return self._submit("all_gather", name, tensor, [tensor], "none", ranks, -1)
-
-    def barrier(self, name: str = "barrier", *, ranks: Any = None, timeout_s: float | None = None) -> None:
-        token = torch.zeros(1, dtype=torch.uint8)
-        handle = self.all_reduce(f"barrier:{name}", token, op="max", ranks=ranks)
-        if timeout_s is not None and not handle.done:
-            self.actor.wait_until(lambda: handle.done, handle.name, may_time_out=True)
-            if not handle.done:
-                raise CollectiveTimeout(name, timeout_s, ())
-        handle.wait()
-
-    def _submit(
-        self,
-        kind: str,
-        name: str,
-        tensor: torch.Tensor,
-        operands: Sequence[torch.Tensor],
-        op: str,
-        ranks: Any,
-        root: int,
-        portion: Portion | None = None,
-    ) -> Handle:
-        world, network = self.actor.world, self.network
-        members = tuple(ranks) if ranks is not None else tuple(range(self.size))
-        handle = self._handle(name)
-        number, self._counts[name] = self._counts[name], self._counts[name] + 1
-        likeness = kind, op, root, members, tensor.numel(), tensor.dtype
-        part = Part(self.rank, handle, tensor, operands, likeness, portion)
-        if self.ended is not None:
-            handle.fail(self.ended)
-        else:
-            made = network.collectives.get((name, number))
-            if made is None:
-                made = network.collectives[name, number] = Collective(kind, name, op, root, members)
-                network.unfinished.append(made)
-            if set(members) & network.gone.keys() - made.parts.keys():
-                made.lost_for.add(self.rank)
-            made.parts[self.rank] = part
-            if len({each.likeness for each in made.parts.values()}) > 1:
-                for rank, each in made.parts.items():
-                    if not each.handle.done:
-                        made.fail(rank, Mismatch(f"{name}: {[each.likeness for each in made.parts.values()]}"))
-            else:
-                made.compute()
-                if world.schedule.is_eager:
-                    for rank in members:
-                        if rank in made.parts and made.can_end(rank) and not made.parts[rank].handle.done:
-                            made.end(rank)
-        world.pass_moment(self.actor, name)
-        return handle
-
-    def fetch(self, ranks: Sequence[int], name: str, outs: Sequence[Any]) -> Handle:
-        """Fetch what these ranks lend: each tensor from one of them, in turn."""
-        world, handle = self.actor.world, self._handle(f"fetch {name}")
-        owners = [ranks[number % len(ranks)] for number in range(len(outs))]
-        asked = [
-            Request(self.rank, owner, (name, number), out, self._handle(f"fetch {name} {number}"))
-            for number, (owner, out) in enumerate(zip(owners, outs, strict=True))
-        ]
-
-        def on_end() -> None:
-            failed = next((each.handle.error for each in asked if each.handle.error is not None), None)
-            if failed is not None and not handle.done:
-                handle.fail(failed)
-            elif all(each.handle.done for each in asked) and not handle.done:
-                handle.finish(outs[0])
-
-        for each in asked:
-            each.handle.add_done_callback(on_end)
-            if self.ended is not None:
-                each.handle.fail(self.ended)
-        if self.ended is None:
-            self.network.requests += asked
-        if not asked:
-            handle.finish(None)
-        world.pass_moment(self.actor, "request")
-        return handle
-
-    def save(self, name: str, tensor: Any) -> None:
-        self.actor.member.transport.lend(name, [tensor.detach().clone()])
-
-    def _handle(self, name: str) -> Handle:
-        if self.actor.is_dead:
-            raise Killed
-        waiter = Waiter(self.actor)
-        waiter.handle = Handle(name, waiter, self.rank)  # type: ignore[arg-type]
-        return waiter.handle
-
-    def abort(self, error: Exception) -> None:
-        """Fail everything that is open here, and everything that comes."""
-        self.ended = self.ended or error
-        for each in self.network.open_at(self.rank):
-            each.fail(self.rank, error)
-        for asked in self.network.requests:
-            if asked.rank == self.rank and not asked.handle.done:
-                asked.handle.fail(error)
-
-
-class SimulatedTransport:
-    """What a worker lends, and its way from view to view."""
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-        self.stored: dict[tuple[str, int], torch.Tensor] = {}
-        """What others may fetch, by the name of the list and its place there."""
-
-    def lend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        assert all(each.is_contiguous() for each in tensors), f"{name} cannot be read as it is"
-        self.reclaim(name)
-        self.stored |= {(name, number): each for number, each in enumerate(tensors)}
-
-    def reserve(self, *_: Any, **__: Any) -> None:
-        """Memory is there at once."""
-
-    def reclaim(self, prefix: str) -> None:
-        for each in [each for each in self.stored if each[0].startswith(prefix)]:
-            del self.stored[each]
-
-    def enter(self, view: View) -> Engine:
-        actor = self._actor
-        for rank, worker in enumerate(view.workers):
-            if not actor.world.lives(worker):
-                raise WorkerLost(str(worker), rank, "it is gone")
-        actor.leave_view(ViewChanged(f"{actor.worker} has moved to view {view.number}"))
-        network = actor.world.networks.setdefault(view.number, Network(view))
-        actor.engine = SimulatedEngine(actor, network)
-        return actor.engine
-
-    def abort(self, error: Exception) -> None:
-        if self._actor.engine is not None:
-            self._actor.engine.abort(error)
+# --- workers ---
 
 
 class SimulatedMember(Member):
@@ -476,8 +123,11 @@ class SimulatedMember(Member):
         self.transport = SimulatedTransport(actor)  # type: ignore[assignment]
         self._latest, self._wanted, self._current = Membership(), (), ()
         self._prepared, self._newest, self._entered, self._closing = {}, 0, -1, False
+        self._restored, self._reports, self._lost = 0, {}, set()
+        self.known = ClusterSnapshot()
+        self._was_removed = False
         self._changed = self  # type: ignore[assignment]
-        self._follower = mock.Mock(reached_s=math.inf)
+        self._follower = mock.Mock(lost_s=None)
         self._sender = self  # type: ignore[assignment]
 
     def start(self) -> None:
@@ -489,11 +139,21 @@ class SimulatedMember(Member):
 
     @property
     def has_news(self) -> bool:
-        return self._world.server.membership != self._latest
+        return not self._latest.over and (self._world.server.membership != self._latest or not self.is_up_to_date)
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether this worker knows nothing yet, or has heard of the server since it has last lost its state."""
+        server = self._world.server
+        return not self.known.id or (server.id, server.restored) == (self.known.id, self.known.restored)
 
     def hear(self) -> None:
         """Hear of the newest membership, and connect to its members."""
-        self._on_change(self._world.server.snapshot)
+        self._world.running = self._actor
+        if not self._world.server.snapshot.has_kept(self.known):
+            self._world.restore(self.known)
+        self.known = self._world.server.snapshot
+        self._on_change(self.known)
         members = self._latest.members[: self.max_members]
         if self.me not in members or all(self._world.lives(worker) for worker in members):
             self._note_prepared(self._latest)
@@ -517,13 +177,11 @@ class SimulatedMember(Member):
     # --- in place of the connection to the config server ---
 
     def report(self, _: str, call: Callable[[Any], None]) -> None:
-        call(self._world)
+        with contextlib.suppress(NotWanted):
+            call(self._world)
 
     def ask(self, call: Callable[[Any], None], _: float) -> None:
         call(self._world)
-
-
-# --- workers and their world ---
 
 
 def _closed_lock() -> threading.Lock:
@@ -571,8 +229,8 @@ class Actor:
         return (
             self.is_there
             and self.job is not None
-            and self.job._parts is not None
-            and self.job._parts.rendezvous.has_state
+            and self.job._run.parts is not None
+            and self.job._run.parts.rendezvous.has_state
         )
 
     @property
@@ -624,6 +282,9 @@ class Actor:
             engine.abort(why)
 
 
+# --- the world ---
+
+
 class World:
     """A job, from its first worker to its last one."""
 
@@ -636,14 +297,17 @@ class World:
         sync: str = "fifo",
         verify: int = 1,
         schedule: Schedule = LAZY,
-        events: Sequence[Death | Arrival] = (),
+        events: Sequence[Death | Arrival | ServerLoss] = (),
         adapting: Callable[[], AdaptationSettings] = AdaptationSettings,
         has_shadow: bool = True,
     ) -> None:
         self.schedule, self.networks = schedule, dict[int, Network]()
         self.has_shadow = has_shadow
         """Whether new workers warm up alone before they report that they are ready."""
-        self.server = ElasticState()
+        self.server = ElasticState(id=JOB)
+        self._runner_knows = ClusterSnapshot()
+        self._untold: list[tuple[Actor | None, Any]] = []
+        """What a server that has lost its state has yet to be told, and by whom."""
         self.moments: list[tuple[int, str]] = []
         """Who has submitted what."""
         self.actors: list[Actor] = []
@@ -706,10 +370,11 @@ class World:
             actor.job = job
             job.on_commit(lambda event: None if actor.is_dead else actor.commits.append(event.step))
             self._program(job, actor.notes)
-            assert job._trainer is not None, "the program trains"
-            actor.state = {**job._trainer.state.read(), "gradients": None}
+            assert job._run.trainer is not None, "the program trains"
+            actor.state = {**job._run.trainer.state.read(), "gradients": None}
             actor.state["progress"] = actor.state["progress"][:3]  # how often one met at the end depends on the workers
             actor.state["layouts"] = None
+            actor.state["run"] = ""  # the id of this run, which no other one has
             decided = actor.state["adaptation"]  # which has times, too
             actor.state["adaptation"] = decided["batch_size"], decided["learning_rate_factor"]
             actor.state = _copied(actor.state)
@@ -747,39 +412,14 @@ class World:
             yield from (actor.member.hear for actor in living if actor.member.has_news)
         yield from (actor.take_turn for actor in living if actor.can_run)
         engines = [actor.engine for actor in living if actor.engine is not None and actor.engine.ended is None]
-        yield from (functools.partial(self._deliver, engine, each) for engine in engines for each in _arrived(engine))
-        yield from (functools.partial(self._serve, engine, each) for engine in engines for each in _served(engine))
-        yield from (functools.partial(self._notice, engine, each) for engine in engines for each in _hopeless(engine))
+        yield from (functools.partial(engine.deliver, each) for engine in engines for each in engine.arrived())
+        yield from (functools.partial(engine.answer, each) for engine in engines for each in engine.answerable())
+        yield from (functools.partial(engine.notice, each) for engine in engines for each in engine.hopeless())
         yield from (functools.partial(self._report, *each) for each in self._unreported)
         yield from (actor.member.hear for actor in living if actor.member.has_news)
+        if not self.server.snapshot.has_kept(self._runner_knows):
+            yield functools.partial(self.restore, self._runner_knows)
         yield from (actor.take_turn for actor in living if actor.may_time_out)
-
-    def _deliver(self, engine: SimulatedEngine, collective: Collective) -> None:
-        collective.end(engine.rank)
-
-    def _serve(self, engine: SimulatedEngine, asked: Request) -> None:
-        """Bring what another worker lends: what is there now."""
-        stored = engine.network.engines[asked.owner].actor.member.transport.stored  # type: ignore[attr-defined]
-        if asked.name not in stored:
-            asked.handle.fail(NotStored(f"{asked.name} is not stored"))
-            return
-        asked.target.detach().view(-1).copy_(stored[asked.name].view(-1))
-        asked.handle.finish(asked.target)
-
-    def _notice(self, engine: SimulatedEngine, what: Collective | Request) -> None:
-        """Notice that somebody is gone. All that it takes part in fails."""
-        network = engine.network
-        involved = what.ranks if isinstance(what, Collective) else (what.owner,)
-        rank, why = next((rank, network.gone[rank]) for rank in involved if rank in network.gone)
-        for each in network.collectives.values():
-            is_open = engine.rank in each.parts and not each.parts[engine.rank].handle.done
-            if rank in each.ranks and (rank in network.dead or not each.can_end(engine.rank)):
-                each.lost_for.add(engine.rank)
-                if is_open:
-                    each.fail(engine.rank, why)
-        for asked in network.requests:
-            if asked.rank == engine.rank and asked.owner == rank and not asked.handle.done:
-                asked.handle.fail(why)
 
     def _report(self, actor: Actor, is_replaced: bool) -> None:
         """Do what a runner does when a worker has died."""
@@ -806,7 +446,24 @@ class World:
     def tell(self, notice: Any) -> None:
         """Tell the config server something; those who are dead tell nothing."""
         if self.running is None or not self.running.is_dead:
+            if self.server.id != JOB:  # the sender tries again
+                self._untold.append((self.running, notice))
+                return
             self.server = self.server.after(notice)
+            self._runner_knows = self.server.snapshot
+
+    def restore(self, known: ClusterSnapshot) -> None:
+        """Somebody tells the server what it has lost; then all others can tell it what they had to."""
+        self.server = self.server.after(RestoreNotice(known))
+        untold, self._untold = self._untold, []
+        for actor, notice in untold:
+            if actor is None or not actor.is_dead:
+                with contextlib.suppress(NotWanted):
+                    self.server = self.server.after(notice)
+
+    def _lose_server(self) -> None:
+        if all(actor.member.is_up_to_date for actor in self.actors if actor.is_there):
+            self.server = ElasticState(id=f"{self.server.restored + 1}")
 
     def ready(self, worker: Worker) -> None:
         self.tell(ReadyNotice(worker))
@@ -814,8 +471,8 @@ class World:
     def settled(self, worker: Worker, replicas: int, membership: int) -> None:
         self.tell(SettledNotice(worker, replicas, membership))
 
-    def finish(self) -> None:
-        self.tell(FinishNotice())
+    def finish(self, worker: Worker) -> None:
+        self.tell(FinishNotice(worker))
 
     def lives(self, worker: Worker) -> bool:
         return any(actor.worker == worker and actor.is_there for actor in self.actors)
@@ -832,6 +489,8 @@ class World:
             event = self._events.pop(0)
             if isinstance(event, Arrival):
                 self._add_worker()
+            elif isinstance(event, ServerLoss):
+                self._lose_server()
             else:
                 self._kill(self.actors[event.victim % len(self.actors)], event)
         if actor.is_dead:
@@ -859,39 +518,13 @@ class World:
                 network.leave(rank, error, lambda other, is_done, known=numbers: reached(known[other], is_done))  # type: ignore[misc]
 
 
-def _arrived(engine: SimulatedEngine) -> Iterator[Collective]:
-    """The collectives whose results can come to a rank."""
-    return (each for each in engine.network.open_at(engine.rank) if each.can_end(engine.rank))
-
-
-def _served(engine: SimulatedEngine) -> Iterator[Request]:
-    """The requests of a rank that can be answered."""
-    network = engine.network
-    there = network.engines.keys() - network.gone.keys()
-    return (
-        each for each in network.requests if each.rank == engine.rank and not each.handle.done and each.owner in there
-    )
-
-
-def _hopeless(engine: SimulatedEngine) -> Iterator[Collective | Request]:
-    """What will never come to a rank."""
-    rank, network = engine.rank, engine.network
-    if network.gone:
-        for each in network.open_at(rank):
-            if not each.can_end(rank) and network.gone.keys() & set(each.ranks):
-                yield each
-        for asked in network.requests:
-            if asked.rank == rank and not asked.handle.done and asked.owner in network.gone:
-                yield asked
-
-
 @contextlib.contextmanager
 def _without_threads(world: World) -> Iterator[None]:
     """Run jobs on the simulated network, without threads of their own and without the search for garbage, which would
     end the generators of one worker in the thread of another."""
 
     @contextlib.contextmanager
-    def open_member(_: object) -> Iterator[SimulatedMember]:
+    def open_member(*_: object) -> Iterator[SimulatedMember]:
         assert world.running is not None, "a worker makes its job"
         yield world.running.member
 
@@ -899,8 +532,8 @@ def _without_threads(world: World) -> Iterator[None]:
     gc.disable()
     try:
         with (
-            mock.patch.object(job_module, "open_member", open_member),
-            mock.patch.object(Job, "_notify"),
+            mock.patch.object(worker_run, "open_member", open_member),
+            mock.patch.object(worker_run.WorkerRun, "notify"),
             mock.patch.object(MeetingWatch, "begin"),
             mock.patch.object(assembly, "refuse_untracked_scalers", return_value=lambda: None),
             mock.patch.object(determinism, "self_check", return_value=determinism.SelfCheck(True, "")),

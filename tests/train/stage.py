@@ -273,7 +273,7 @@ class Stage:
 def staged(task: Task, folder: Path, **settings: Any) -> Iterator[Stage]:
     """An elastic job that nobody works on yet."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
+        server = stack.enter_context(ConfigServer(ServerConfig(port=0, open=True)).running())
         with ConfigClient(server.url) as client:
             stage = Stage(task, folder, client, server.url, **settings)
             try:

@@ -161,13 +161,13 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
             parameters = [parameter for model in models for parameter in model.parameters()]
             parts = [
                 b"".join(each.detach().numpy().tobytes() for each in tensors)
-                for tensors in (parameters, kept, job._trainer.state.first_buffers)
+                for tensors in (parameters, kept, job._run.trainer.state.first_buffers)
             ]
             return "-".join(hashlib.sha256(part).hexdigest()[:16] for part in (values.encode(), *parts))
 
         def committed(event: Any) -> None:
             # Looking at parameters would wait for updates that are on their way. If one is lost, the step is taken back.
-            is_sure = not job.has_pending_updates and job._trainer.deferred.lost is None
+            is_sure = not job.has_pending_updates and job._run.trainer.deferred.lost is None
             seen = digest() if is_sure else None
             write("commit", step=event.step, view=job.view, rank=event.rank, size=event.num_workers, digest=seen)
 
@@ -198,7 +198,7 @@ def _train(shape: Shape, write: Any, nap_s: float) -> None:
                     state.drawn = [*state.drawn, job.on_first(lambda: float(torch.rand(())))]
                 if step.number % 6 == 3:
                     state.drawn = [*state.drawn, *job.on_replicas(lambda replica: replica + float(torch.rand(())))]
-            if shape.saves and step.number % 5 == 3 and job._spec is not None:
+            if shape.saves and step.number % 5 == 3 and job._run.spec is not None:
                 job.save()
             nap()
 
@@ -356,7 +356,7 @@ class Storm:
 
     @contextlib.contextmanager
     def _life(self, number: int) -> Iterator[ConfigClient]:
-        with ConfigServer(ServerConfig(port=0)).running() as server, ConfigClient(server.url) as client:
+        with ConfigServer(ServerConfig(port=0, open=True)).running() as server, ConfigClient(server.url) as client:
             self._url = server.url
             self.note(f"life {number}")
             client.put(view_of(self._new_workers(self.chance.randint(1, 4))))

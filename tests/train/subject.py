@@ -27,6 +27,7 @@ from pliant.errors import MustBeReplaced
 from pliant.train import checkpoint_file, trace
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.events import StepCommitted, ViewChange
+from pliant.train.passes import Passes
 from pliant.train.pending import PendingSum
 from pliant.train.rendezvous import ViewRendezvous
 from pliant.train.trainer import Trainer
@@ -145,7 +146,7 @@ def _train(task: Task, journal: Journal) -> None:
 
         def note(loss: float, samples: list[int]) -> None:
             if (
-                job._trainer.deferred.lost is None and not job.in_shadow
+                job._run.trainer.deferred.lost is None and not job.in_shadow
             ):  # else what this forward computes does not count
                 journal.write("turn", step=job.step, replica=job.replica, loss=loss, samples=samples)
 
@@ -165,7 +166,7 @@ def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
     """Wait until the test lets this step begin. Says meanwhile which roll this worker is prepared for."""
     deadline_s, said = time.monotonic() + GATE_S, 0
     if task.gate and int(Path(task.gate).read_text()) <= job.step:
-        job._trainer.wait_for_sums()  # the test wants to see this step's end
+        job._run.trainer.driver.wait_for_sums()  # the test wants to see this step's end
     while task.gate and int(Path(task.gate).read_text()) <= job.step:
         if job.prepared_view > said:
             said = job.prepared_view
@@ -182,14 +183,14 @@ def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Itera
     def write_commits() -> None:
         for facts in unwritten:
             if facts["step"] == job.step - 1:  # else it was taken back
-                journal.write("commit", digest=digest(program, job._trainer.state.first_buffers), **facts)
+                journal.write("commit", digest=digest(program, job._run.trainer.state.first_buffers), **facts)
         unwritten.clear()
 
     def committed(event: StepCommitted) -> None:
-        trainer, stats = job._trainer, job.sync_stats()
+        trainer, stats = job._run.trainer, job.sync_stats()
         facts = {"rank": event.rank, "size": event.num_workers, "view": job.view, "hosted": list(job.hosted)}
         facts |= {
-            "brief": trainer._pass._exchange.codec.is_brief,
+            "brief": trainer._exchange._exchange.codec.is_brief,
             "crossed": job.has_pending_updates,
             "mode": stats.mode,
             "in_group": any(each.group is not None and each.group.in_use for each in trainer.reducers),
@@ -215,13 +216,13 @@ def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Itera
         _fail_at(task, "forward", job.step)
         return batch
 
-    def exchanged(original: Callable[..., Any], trainer: Trainer) -> Any:
-        action = original(trainer)
+    def exchanged(original: Callable[..., Any], passes: Passes) -> Any:
+        event = original(passes)
         _fail_at(task, "summed", job.step)
-        return action
+        return event
 
-    def counted(original: Callable[..., Any], trainer: Trainer) -> None:
-        original(trainer)
+    def counted(original: Callable[..., Any], passes: Passes) -> None:
+        original(passes)
         _fail_at(task, "outer", job.step)
 
     def entered(original: Callable[..., Any], settling: ViewRendezvous, *args: Any, **kwargs: Any) -> Any:
@@ -250,8 +251,8 @@ def _observed(job: Any, program: Program, journal: Journal, task: Task) -> Itera
             (DeferredUpdates, "_finish", finished),
             (DeferredUpdates, "_wait_for", waited),
             (Trainer, "_begin_turn", turn_begun),
-            (Trainer, "_exchange_turns", exchanged),
-            (Trainer, "_count_pass", counted),
+            (Passes, "run", exchanged),
+            (Passes, "count", counted),
             (ViewRendezvous, "_submit_report", entered),
             (ViewRendezvous, "_check", compared),
             (checkpoint_file, "serialize_file", write_half),

@@ -150,16 +150,17 @@ def _ours(
             job.track("scheduler", program.scheduler)
 
         def committed(event: StepCommitted) -> None:
-            assert job._trainer is not None
-            assert job._trainer.wait_for_sums()
+            assert job._run.trainer is not None
+            assert job._run.trainer.driver.wait_for_sums()
             found[event.step] = digest(program, program.model.buffers())
 
         job.on_commit(committed)
         for _ in job.epochs(EPOCHS):
             for step in loader:
                 one_step(program, model, step, job.no_sync, note_nothing)
-        assert job._trainer is not None
-        strategy = job._trainer.engine.strategy.name if job._trainer.engine is not None else ""
+        assert job._run.trainer is not None
+        engine = job._run.trainer.views.engine
+        strategy = engine.strategy.name if engine is not None else ""
     return [found[step] for step in sorted(found)], strategy
 
 
@@ -313,6 +314,15 @@ def test_what_a_crash_has_undone_is_not_replayed(tmp_path: Path) -> None:
         6: [6],
         9: [10],
     }
+    with record.Recorder(path) as recorder:
+        recorder.write("gap", 12, lost=3, why="No space left on device")
+    with pytest.raises(
+        ConfigError, match=r"3 facts before step 12 are missing \(No space left on device\), decisions perhaps"
+    ):
+        maths_decisions(str(path))
+    with record.Recorder(path) as recorder:
+        recorder.write("start", 0)
+    assert maths_decisions(str(path)) == {}, "the gap is in another run"
 
 
 FIGURES = WorkerFigures(name="a:1", step_s=0.5, compute_s=0.25, comm_bytes=3e6, comm_s=0.125, egress_bytes=1e6)

@@ -16,6 +16,7 @@ import pliant
 from pliant import Job
 from pliant.errors import TrainError
 from pliant.train.events import StepCommitted
+from pliant.train.lone_steps import LoneSteps
 from pliant.train.outer_code import OuterCode
 from pliant.train.phases import (
     Exchange,
@@ -31,7 +32,6 @@ from pliant.train.phases import (
 )
 from pliant.train.state_parts import digests_of, parts_of
 from pliant.train.step import Step
-from pliant.train.trainer import Trainer
 
 STEPS, EPOCHS = 6, 2
 Model = torch.nn.Module
@@ -173,8 +173,8 @@ class Run:
         )
 
     def _add(self, job: Job, event: StepCommitted) -> None:
-        assert job._trainer is not None
-        state = job._trainer.state
+        assert job._run.trainer is not None
+        state = job._run.trainer.state
         self.states.append(digests_of(parts_of(state, state.first_buffers)))
         self.steps.append((event.step, event.epoch_step))
         self.values.append(dict(event.values))
@@ -183,13 +183,13 @@ class Run:
 @pytest.fixture
 def live_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps whose turns were taken without contexts."""
-    seen, original = [], Trainer._turn_alone
+    seen, original = [], LoneSteps.turn
 
-    def turn_alone(trainer: Trainer, step: Step) -> Iterator[Any]:
+    def turn(lone: LoneSteps, step: Step, end_turn: Callable[[Step], None]) -> Iterator[Any]:
         seen.append(step.number)
-        return original(trainer, step)
+        return original(lone, step, end_turn)
 
-    monkeypatch.setattr(Trainer, "_turn_alone", turn_alone)
+    monkeypatch.setattr(LoneSteps, "turn", turn)
     return seen
 
 
@@ -263,20 +263,21 @@ def test_a_checkpoint_of_any_step_goes_on_to_the_same_end(data: str, tmp_path: P
 @pytest.mark.parametrize("data", ["dealt", "stream"])
 def test_what_is_drawn_behind_its_back_is_noticed(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: the comparison would find a context that is looked at too early."""
-    whole, original = Run(draw, data), Trainer._end_pass_alone
+    whole, original = Run(draw, data), LoneSteps._end_pass
 
-    def too_early(trainer: Trainer, *about: Any) -> None:
-        original(trainer, *about)
-        trainer.replicas.end_live()
-        context = trainer.replicas.contexts[0]
-        trainer.replicas.begin_live(lambda: context)
+    def too_early(lone: LoneSteps, *about: Any) -> None:
+        original(lone, *about)
+        replicas = lone._replicas
+        replicas.end_live()
+        context = replicas.contexts[0]
+        replicas.begin_live(lambda: context)
 
-    monkeypatch.setattr(Trainer, "_end_pass_alone", too_early)
+    monkeypatch.setattr(LoneSteps, "_end_pass", too_early)
     assert Run(draw, data).states != whole.states
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("wrong", ["no backward", "two", "update"])
+@pytest.mark.parametrize("wrong", ["no backward", "two", "two, other", "two, kept", "two, no_sync", "update"])
 def test_what_is_wrong_in_a_turn_is_an_error_in_later_steps_too(wrong: str, live_turns: list[int]) -> None:
     def body(job: Job, step: Step, model: Model, optimizer: Optimizer) -> None:
         for x in step:
@@ -284,6 +285,13 @@ def test_what_is_wrong_in_a_turn_is_an_error_in_later_steps_too(wrong: str, live
                 model(x).sum().backward()
             if step.number == 3 and wrong == "two":
                 model(x).sum().backward()
+            if step.number == 3 and wrong in ("two, other", "two, kept"):
+                model[3](torch.ones(1, 4)).sum().backward()  # type: ignore[operator, index]
+            if step.number == 3 and wrong == "two, kept":
+                step.keep(x=x)
+            if step.number == 3 and wrong == "two, no_sync":
+                with job.no_sync():
+                    model(x).sum().backward()
             if step.number == 3 and wrong == "update":
                 optimizer.step()
         optimizer.step()
@@ -291,7 +299,7 @@ def test_what_is_wrong_in_a_turn_is_an_error_in_later_steps_too(wrong: str, live
 
     expected = {
         "no backward": r"without a backward\(\)",
-        "two": "second backward",
+        **dict.fromkeys(("two", "two, other", "two, kept", "two, no_sync"), "second backward"),
         "update": "in the turn of replica 0",
     }
     with pytest.raises(TrainError, match=expected[wrong]):
@@ -308,13 +316,10 @@ def test_the_machine_goes_the_same_way_without_events() -> None:
     for _ in range(3):
         for one, other in zip(machines[::2], machines[1::2], strict=True):
             one.handle(StepAsked())
-            assert other.may_go_on
-            other.begin_step_alone()
+            assert other.begin_step_alone()
             for _ in range(2):
                 assert one.handle(PassBegun()) == TakeTurn(0)
-                other.begin_pass_alone()
-                assert vars(one) == vars(other)
                 assert one.handle(TurnTaken()) == Exchange()
                 one.handle(SumsArrived(for_sure=True))
-                other.end_pass_alone()
+                assert other.count_pass_alone() == one.passes
                 assert vars(one) == vars(other)

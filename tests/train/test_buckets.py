@@ -11,6 +11,7 @@ import pytest
 import torch
 from pliant_repro.profiles import tensor_sizes
 
+from pliant.comm.order import Order
 from pliant.comm.plan import cut_portion
 from pliant.comm.transport import loopback_engines
 from pliant.train.bucket_layout import BucketItem, rebuilt_layout
@@ -163,18 +164,37 @@ def test_layers_are_placed_as_by_mxnet(lanes: int) -> None:
         )
 
 
-@pytest.mark.parametrize("hosted", [1, 2, 3])
-def test_the_memory_of_a_coming_view_is_known_before_it_is_entered(hosted: int) -> None:
+@pytest.mark.parametrize(
+    ("order", "blocks", "rank", "per_bucket"),
+    [
+        ("ddp", (1, 3), 0, 1),
+        ("ddp", (2, 2), 0, 3),
+        ("ddp", (3, 1), 0, 4),
+        ("tree", (2, 2), 1, 1),
+        ("tree", (3, 1), 0, 3),
+        ("tree", (1, 3), 1, 3),
+        ("tree", (3, 5), 1, 3),  # replica 3, and the right half
+        ("tree", (1, 6, 1), 1, 5),  # 1, 2 and 3, 4 and 5, 6: more subtrees than 6 has bits
+        ("tree", (3, 2, 3), 1, 3),  # the two are in different halves
+    ],
+)
+def test_the_memory_of_a_coming_view_is_known_before_it_is_entered(
+    order: Order, blocks: tuple[int, ...], rank: int, per_bucket: int
+) -> None:
     """So that it can be pinned in advance. What the present view has is not needed again."""
-    with loopback_engines("AA") as engines:
+    count, begin = sum(blocks), sum(blocks[:rank])
+    hosted = range(begin, begin + blocks[rank])
+    with loopback_engines("A" * len(blocks)) as engines:
         parameters = [("a", torch.nn.Parameter(torch.zeros(70))), ("b", torch.nn.Parameter(torch.zeros(30)))]
-        reducer = GradientReducer(parameters, 4, find_unused=True, cap_bytes=200)
-        expected = reducer.missing_memory(hosted)
-        reducer.enter_view(engines[0], (hosted, 4 - hosted))
+        reducer = GradientReducer(parameters, count, order=order, find_unused=True, cap_bytes=200)
+        expected = reducer.missing_memory(hosted, count)
+        reducer.enter_view(engines[rank], blocks)
         reducer.begin_turn(0)
         assert reducer._sums is not None
         memory = {id(each): each for bucket in reducer._sums.buckets for each in (*bucket.parts, bucket.total)}
+        assert len(memory) == 2 * per_bucket
         assert sorted(length for length, _ in expected) == sorted(each.numel() for each in memory.values())
-        assert reducer.missing_memory(hosted) == []
-        assert len(reducer.missing_memory(4)) == 2 * 5 - len(memory)
+        assert reducer.missing_memory(hosted, count) == []
+        more = reducer.missing_memory(range(1, 8), 16)
+        assert len(more) == max(0, 2 * (8 if order == "ddp" else 4) - len(memory))
         reducer.close()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from full_disk import limited_files, small_disk
 from gang import gang, say, warm_up
 from safetensors import safe_open
 from test_state_tree import assert_same
@@ -20,14 +24,19 @@ from torch import nn
 
 import pliant
 from pliant.errors import CheckpointError, TrainError
+from pliant.files import LineFile
+from pliant.record import Recorder
 from pliant.train import checkpoint_file
 from pliant.train.checkpoint import (
     Checkpoint,
     Checkpointing,
     CheckpointWriter,
     _find_start,
+    _why_none,
+    begin_run,
     load_checkpoint,
     newest_checkpoint,
+    run_in,
 )
 from pliant.train.events import StepCommitted
 
@@ -74,6 +83,23 @@ def test_round_trip(tmp_path: Path) -> None:
         assert found.contexts == at(123).contexts
         assert_same(STATE, found.state)
     assert names(tmp_path) == ["mine.safetensors"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_checkpoints_are_private_records_and_logs_as_the_umask_says(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_checkpoint(tmp_path / "mine.safetensors", at(1))
+        with Recorder(tmp_path / "run.jsonl") as recorder:
+            recorder.write("start", 0)
+        log = LineFile(tmp_path / "worker.stdout.log")
+        log.open()
+        log.append(b"hello\n")
+        log.close()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"mine.safetensors": 0o600, "run.jsonl": mode, "worker.stdout.log": mode}
 
 
 @pytest.mark.parametrize(
@@ -309,6 +335,26 @@ def test_a_job_that_has_lost_its_state_goes_back_as_little_as_it_can(tmp_path: P
     assert not said
 
 
+def test_a_job_that_has_lost_its_state_takes_no_checkpoint_of_another_run(tmp_path: Path, said: list[str]) -> None:
+    folder = tmp_path / "run"
+    run = begin_run(str(folder))
+    third, ninth = folder / "step-000000003.safetensors", folder / "step-000000009.safetensors"
+    write_checkpoint(ninth, replace(at(9), meta={"run": "another"}))
+    assert _find_start("", str(folder), True, said.append) is None
+    why = _why_none(str(folder), run)
+    assert all(each in why for each in (f"of this run ({run})", "is of run another", f"`--resume {ninth}`"))
+    write_checkpoint(third, replace(at(3), meta={"run": run}))
+    for asked, begins, goes_on in [("", None, third), ("auto", ninth, ninth), (str(ninth), ninth, ninth)]:
+        assert _find_start(asked, str(folder), False, said.append) == begins
+        assert _find_start(asked, str(folder), True, said.append) == goes_on
+    later = begin_run(str(folder))
+    assert run_in(str(folder)) == later != run
+    assert _find_start("", str(folder), True, said.append) is None, "it is of the run before"
+    assert not said
+    assert begin_run("")
+    assert run_in(str(tmp_path / "nowhere")) == ""
+
+
 def test_one_that_is_due_where_an_epoch_is_left_waits_for_its_end() -> None:
     """Else a resumed job would go on with the steps of the epoch that the program has left."""
     made = Checkpointing(mock.Mock(), "folder", 3, {"level": "D1"}, print)
@@ -331,32 +377,38 @@ def test_one_that_is_due_where_an_epoch_is_left_waits_for_its_end() -> None:
         assert write.call_args_list[2:] == [mock.call("mine")], "the program has asked for this state"
 
 
+def test_a_run_whose_id_found_no_room_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    older = begin_run(str(tmp_path))
+    with limited_files(0):
+        run = begin_run(str(tmp_path))
+    assert run_in(str(tmp_path)) == "", "a job that loses all workers now must not go on from another run"
+    writer = CheckpointWriter(tmp_path, run=run)
+    writer.save(at(1))
+    writer.flush()
+    assert run_in(str(tmp_path)) == run != older
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("a small file system needs root; the file size limit is tested instead")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as found:
+        yield found.path
 
 
 @pytest.mark.root
-def test_disk_full(small_disk: Path, said: list[str]) -> None:
+def test_disk_full(disk: Path, said: list[str]) -> None:
     """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
-    writer = CheckpointWriter(small_disk, notify=said.append)
+    writer = CheckpointWriter(disk, notify=said.append)
     for step, size in ((1, 9), (2, 1 << 20)):
         writer.save(at(step, w=torch.zeros(size)))
     writer.flush()
     [line] = said
-    for part in (str(small_disk / "step-000000002.safetensors"), "bytes needed", "No space left", "free some"):
+    for part in (str(disk / "step-000000002.safetensors"), "bytes needed", "No space left", "free some"):
         assert part in line
-    assert names(small_disk) == ["step-000000001.safetensors"]
+    assert names(disk) == ["step-000000001.safetensors"]
     writer.save(at(3))
     writer.flush()
     assert len(said) == 1
-    assert load_checkpoint(small_disk).step == 3
+    assert load_checkpoint(disk).step == 3
 
 
 LIMITED = """

@@ -11,7 +11,9 @@ from golden import golden
 from stage import ALL, Stage, new_workers, staged
 from subject import Fault, Task, compare, history
 
-from pliant.train.checkpoint import load_checkpoint, newest_checkpoint
+from pliant.errors import GIVEN_UP_EXIT
+from pliant.train.checkpoint import load_checkpoint, newest_checkpoint, run_in
+from pliant.train.checkpoint_file import Checkpoint, CheckpointImage
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -100,10 +102,15 @@ def test_one_that_is_silent_is_lost(tmp_path: Path) -> None:
     with staged(CONV, tmp_path, heartbeat_timeout_s=2.0) as stage:
         stage.faults[workers[0]] = Fault("forward", 6, signal.SIGSTOP)
         stage.want(workers)
-        stage.until(lambda: len(stage.running) == 1)
-        stage.kill(workers[0])
+        stage.open_gate(10)
+        stage.until(lambda: set(stage.client.membership().members) == set(workers[1:]))
+        stage.kill(workers[0], signal.SIGCONT)
+        stage.until(lambda: not stage.actor(workers[0]).is_running)
+        assert stage.actor(workers[0]).exit_code == GIVEN_UP_EXIT, "its runner starts another"
+        stage.open_gate(ALL)
         stage.until_over()
-        _check(stage, dead=1)
+        compare(stage.history, golden("conv", 4, EPOCHS), repeats=1)
+        assert [actor.exit_code for actor in stage.actors] == [GIVEN_UP_EXIT, 0, 0]
 
 
 def test_one_is_killed_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
@@ -121,14 +128,16 @@ def test_one_is_killed_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_everybody_is_killed(tmp_path: Path) -> None:
-    """More at once than there are copies: the job goes on from its last checkpoint."""
+    """More at once than there are copies: the job goes on from its last checkpoint, and not from that of another run."""
     folder = tmp_path / "checkpoints"
+    foreign = Checkpoint(step=99, epoch=9, num_replicas=4, meta={"run": "another"})
+    CheckpointImage(foreign, into=None).write(folder / "step-000000099.safetensors")
     first, second, third = new_workers(3)
     with staged(CONV, tmp_path, checkpoint_dir=str(folder), checkpoint_every=3) as stage:
         stage.want([first, second])
         stage.open_gate(8)
         stage.until_step(8)
-        stage.until(lambda: newest_checkpoint(folder) is not None)
+        stage.until(lambda: newest_checkpoint(folder, run=run_in(str(folder))) is not None)
         stage.client.add_worker(third)  # a view without anybody ends the job
         stage.kill(first)
         stage.kill(second)

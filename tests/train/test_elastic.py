@@ -153,7 +153,7 @@ def late(engine, name):
     passed.append(name)
     # As on a busy machine: the news that the job is over come before it has passed the last barrier.
     if passed[-2:] == ["finish", "confirm"] and engine.rank == 0:
-        while not job._member.over:
+        while not job._run.member.over:
             time.sleep(0.01)
         raise ViewChanged("the job is over")
 

@@ -44,7 +44,7 @@ class Interruption:
         self._at = None
         if self._job.is_first:
             self._job.resize(0)
-        member = self._job._member
+        member = self._job._run.member
         _wait_until(lambda: member.over and member.prepared > member.entered)  # so all say so in the next exchange
         if self._then == "dies" and self._job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +148,7 @@ Ending = tuple[str, list[int]]
 
 def run(folder: Path, sync: str, at: Place | None, then: str = "ends", size: int = 2) -> list[Ending]:
     """Run the job, or go on with it, until it ends; return how each worker did that was not killed."""
-    with ConfigServer(ServerConfig(port=0)).running() as server, ConfigClient(server.url) as client:
+    with ConfigServer(ServerConfig(port=0, open=True)).running() as server, ConfigClient(server.url) as client:
         view = client.put(view_of(new_workers(size)))
         place = {"checkpoint_dir": str(folder), "checkpoint_every": 3, "resume": "auto"}
         specs = [spec_of(each, view, elastic=True, config_server=server.url, **place) for each in view.workers]

@@ -151,12 +151,15 @@ def test_numbers_stand_for_themselves_in_digests() -> None:
 # --- when, and what is said ---
 
 
-def test_the_guard_is_due_every_so_many_steps_and_in_the_first_step_of_a_view() -> None:
+def test_the_guard_is_due_every_so_many_steps_and_soon_after_a_change() -> None:
     guard, engine = Guard(a_state(), 3), mock.Mock()
     guard.enter_view()
-    assert guard.is_due(7, 2)
-    assert guard.is_due(7, 2), "the step was torn: the turns are taken again"
-    assert guard.compare(engine, [5, 5], 7) == ""
+    assert guard.is_due(0, 2), "workers that begin compare at once"
+    guard.enter_view()
+    assert not guard.is_due(7, 2), "the first step of a new view has more to do"
+    assert guard.is_due(8, 2)
+    assert guard.is_due(8, 2), "the step was torn: the turns are taken again"
+    assert guard.compare(engine, [5, 5], 8) == ""
     assert [step for step in range(8, 16) if guard.is_due(step, 2)] == [9, 12, 15]
     assert not guard.is_due(9, 1), "a worker alone has nobody to compare with"
     assert guard.compare(engine, [0, 0], 8) == ""

@@ -100,7 +100,7 @@ def test_a_break_ends_the_training_and_an_error_does_not(tmp_path: Path) -> None
                 if step.number == 2 and leave():
                     break
                 optimizer.step()
-        return job._is_finished, committed
+        return job._run.is_finished, committed
 
     def fail() -> None:
         raise Stop
@@ -162,7 +162,7 @@ def test_an_error_in_a_break_is_raised_where_the_job_ends(
         job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
         steps = job.steps(3)
         for _ in steps:
-            monkeypatch.setattr(job._need_trainer(), "finish", fail)
+            monkeypatch.setattr(job._run.need_trainer(), "finish", fail)
             break
         if is_kept:
             kept.append(steps)
@@ -178,7 +178,7 @@ def test_an_error_in_a_break_is_raised_where_the_job_ends(
     monkeypatch.setattr(os, "_exit", end)
     for is_kept in (False, True):
         with pytest.raises(Ended, match="1"):
-            begin(is_kept=is_kept)._end_program()
+            begin(is_kept=is_kept)._run._end_program()
         assert capsys.readouterr().err.count("TrainError: the workers differ") == 1
     with pytest.raises(TrainError, match="the workers differ"), begin():
         pass
@@ -192,6 +192,9 @@ EARLY = """
 import hashlib, os, signal, sys, time
 import torch, pliant
 from torch.utils.data import TensorDataset
+from pliant.cluster import Worker
+from pliant.elastic.client import ConfigClient
+from pliant.identity import worker_spec
 
 how = sys.argv[1]
 torch.manual_seed(0)
@@ -211,6 +214,13 @@ def die_once():
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
+def grow():
+    # To a worker for each replica, and one that stands by.
+    spec = worker_spec()
+    with ConfigClient(spec.config_server, spec.token) as client:
+        workers = client.resize(3).workers
+        client.add_worker(Worker(workers[0].host, max(each.port for each in workers) + 1))
+
 for epoch in job.epochs(9):
     state.history.append(epoch)
     for (x,) in job.evaluate(data, 8):  # with dropout
@@ -226,7 +236,7 @@ for epoch in job.epochs(9):
         if how == "alone" and step.number == 3:
             job.save("middle.safetensors")
         if how == "grow" and job.size == 1 and step.number == 3:
-            job.resize(4)
+            grow()
             deadline_s = time.monotonic() + 60
             while job.prepared_view <= job.view and time.monotonic() < deadline_s:
                 time.sleep(0.01)

@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pliant.adapt import Observation, WorkerFigures
 from pliant.adapt.monitors import StallDetector
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
+from pliant.tokens import find_token
 from pliant.train import exporters
 from pliant.train.exporters import PORT_OFFSET, MetricsServer, TensorBoardExporter, scalars_of
 
@@ -30,7 +32,8 @@ SEEN = Observation(
 
 
 def _page(metrics: MetricsServer) -> dict[str, float]:
-    with urllib.request.urlopen(metrics.address, timeout=10) as answer:
+    request = urllib.request.Request(metrics.address, headers={"Authorization": "Bearer s3cret"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
@@ -50,7 +53,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, stalls: StallDetector) -> Non
     monkeypatch.setattr(exporters, "SAMPLE_PERIOD_S", 0.02)
     monkeypatch.setattr(exporters, "LATENCY_PERIOD_S", 0.0)
     port = _free_port()
-    metrics = MetricsServer(HOST, port, stalls)
+    metrics = MetricsServer(HOST, port, "s3cret", stalls)
     try:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
         assert _page(metrics)["pliant_stalls"] == 0
@@ -89,13 +92,27 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, stalls: StallDetector) -> Non
 def test_a_port_in_use_gives_way_to_another(caplog: pytest.LogCaptureFixture) -> None:
     port = _free_port()
     with socket.create_server((HOST, port + PORT_OFFSET)), caplog.at_level(logging.WARNING):
-        metrics = MetricsServer(HOST, port)
+        metrics = MetricsServer(HOST, port, "s3cret")
         try:
             assert _page(metrics) == {}
             assert metrics.address in caplog.text
             assert str(port + PORT_OFFSET) in caplog.text
         finally:
             metrics.close()
+
+
+def test_the_page_is_for_who_has_the_token_which_is_kept_if_nobody_gave_one() -> None:
+    metrics = MetricsServer(HOST, _free_port())
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(metrics.address, timeout=5)
+        token = find_token(metrics.address)
+        request = urllib.request.Request(metrics.address, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            assert answer.status == 200
+    finally:
+        metrics.close()
+    assert find_token(metrics.address) == ""
 
 
 def test_an_address_that_is_not_here() -> None:
@@ -111,7 +128,7 @@ def test_scalars() -> None:
 
 
 def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(ConfigError, match=r"pliant\[tensorboard\]"):
         TensorBoardExporter(str(tmp_path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from pliant.train.events import Progress
 from pliant.train.job_state import JobState
 from pliant.train.phases import Report
 from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous, fetch_state, lend_state
+from pliant.train.state_sign import StateSign
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -240,3 +242,17 @@ def test_an_untouched_state_is_not_loaded_twice(monkeypatch: pytest.MonkeyPatch)
     ours.load(state, in_place=True)
     optimizer.state[first]["exp_avg"].data[0, 0, 0, 0] += 1.0
     assert not ours.reload(), "without a guard every byte counts"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [(math.nan, float("nan"), True), (0.5, 0.5, True), (0.0, -0.0, False), (1, 1.0, False), (1, True, False)],
+)
+def test_numbers_of_optimizers_are_compared_by_their_bits(before: float, after: float, is_same: bool) -> None:
+    """A number that is not equal to itself is no reason to fetch a state twice."""
+    parameter = torch.nn.Parameter(torch.full((3,), math.nan))
+    model, optimizer = torch.nn.ParameterList([parameter]), torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"best": before, "seen": [before]}
+    sign = StateSign([model], [optimizer])
+    optimizer.state[parameter] = {"best": after, "seen": [after]}
+    assert sign.is_same(StateSign([model], [optimizer])) == is_same

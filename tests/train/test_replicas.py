@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 import pliant
 from pliant.errors import ConfigError, TrainError
 from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
-from pliant.train.events import StepCommitted, ViewChange, ViewChanges
+from pliant.train.events import Listeners, StepCommitted, ViewChange, ViewChanges
 from pliant.train.replicas import ModelBuffers, Placement, Replicas, even_blocks, place_replicas
 from pliant.train.sampling import LoaderOptions
 
@@ -215,6 +216,18 @@ def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None
 # --- changes of view ---
 
 
+def test_occasional_listeners_are_called_when_they_are_due_or_woken() -> None:
+    listeners, due, woken = Listeners(), list[int](), list[int]()
+    listeners.add_occasional(lambda event: due.append(event.step), 4)
+    listeners.add_occasional(lambda event: woken.append(event.step))
+    for step in (1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 6, 7):  # steps 8 and 6 are taken back and done again
+        if step == 2:
+            listeners.wake()
+        if not listeners.last_called < step < listeners.next_call:
+            listeners.tell(StepCommitted(step, 0, step, 1, 0, 0.0, 0.0, {}))
+    assert due == woken == [1, 2, 4, 8, 8, 6]
+
+
 def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> None:
     told: list[ViewChange] = []
     changes = ViewChanges([told.append])
@@ -222,7 +235,9 @@ def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> No
     changes.begin(0.0, 4, lost=False)
     assert changes.is_ending
     changes.end(step=7, new_size=2)
-    changes.steps_begun = 9
+    ended_s = changes.step_ended_s = time.monotonic()
+    changes.note_loss(9)
+    assert changes.since_s(is_planned=True) == ended_s < changes.since_s(is_planned=False)
     changes.begin(0.0, 2, lost=True)
     changes.end(step=7, new_size=1)
     assert not changes.is_ending
@@ -270,12 +285,12 @@ def test_a_state_that_is_read_within_a_pass_has_no_gradients_of_turns() -> None:
                 with job.no_sync():
                     model(torch.ones(2)).sum().backward()
                 assert net.weight.grad is not None
-                assert job._need_trainer().state.read()["gradients"] == [None]
+                assert job._run.need_trainer().state.read()["gradients"] == [None]
                 model(torch.ones(2)).sum().backward()
-                assert job._need_trainer().state.read()["gradients"] == [None]
+                assert job._run.need_trainer().state.read()["gradients"] == [None]
             if step.number == 0:  # later it is known that the program clears them
-                [[summed, _]] = job._need_trainer().state.read()["gradients"]
+                [[summed, _]] = job._run.need_trainer().state.read()["gradients"]
                 assert torch.equal(summed, torch.full((1, 2), 2.0))
             optimizer.step()
             optimizer.zero_grad()
-            assert job._need_trainer().state.read()["gradients"] == [None]
+            assert job._run.need_trainer().state.read()["gradients"] == [None]

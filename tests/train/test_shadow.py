@@ -52,7 +52,7 @@ class Counting(IterableDataset[torch.Tensor]):
 
 def state_of(job: Job) -> Any:
     """All that a step may change: references."""
-    trainer = job._trainer
+    trainer = job._run.trainer
     assert trainer is not None, "the job runs"
     read = {**trainer.state.read(), "buffers": trainer.state.buffers.save()}
     gradients = [each.grad for each in trainer.state.models[0].parameters()]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import pliant
 from pliant.errors import TrainError
+from pliant.train.current_step import CurrentStep
+from pliant.train.events import Progress
 from pliant.train.step import MAX_FIGURES, TURN_BYTES, Outcome, Step, Turn, TurnRow, complaint_about, means_of
 
 
@@ -157,8 +159,9 @@ def test_a_figure_that_was_not_logged_is_named_with_those_that_were() -> None:
 
 def test_what_a_turn_keeps_is_a_copy_without_a_graph() -> None:
     turn = Turn(0, 0, True)
-    trainer = SimpleNamespace(running_turn=lambda _: turn, kept_by=lambda _: turn.kept)
-    step = Step(trainer, 3, 0, 3)  # type: ignore[arg-type]
+    current = CurrentStep(Progress())
+    current.turn, current.kept = turn, {0: turn.kept}
+    step = Step(SimpleNamespace(current=current), 3, 0, 3)  # type: ignore[arg-type]
     weight = torch.ones(2, requires_grad=True)
     image = weight * 2
     step.keep(fake=image, more=[image, 1.5], name="a")

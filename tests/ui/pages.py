@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 TOKEN = "the page's own token"
@@ -39,18 +40,19 @@ class Home:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PLIANT_", "XDG_"))}
         return kept | {"XDG_RUNTIME_DIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
 
-    def start(self, *words: str, **settings: Any) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*MAIN, *words], env=self.environ, cwd=self.folder, text=True, **{"stdout": subprocess.PIPE, **settings}
-        )
+    def start(self, *words: str, is_forked: bool = True, **settings: Any) -> subprocess.Popen[str]:
+        """Start a command. One that has a page of its own beside it for long must be none of those that the tests fork."""
+        usual = {"env": self.environ, "stdout": subprocess.PIPE}
+        main = MAIN if is_forked else ("env", *MAIN)
+        process = subprocess.Popen([*main, *words], cwd=self.folder, text=True, **{**usual, **settings})
         self.started.append(process)
         return process
 
     def dash(self, *words: str, port: int = 0) -> str:
-        """Start the page; its address."""
+        """Start the page; its address with the token."""
         (self.folder / "token").write_text(TOKEN)
         process = self.start("dash", *words, "--port", str(port), "--token-file", str(self.folder / "token"))
-        return said(process, r"the page is at (\S+)")
+        return said(process, r"the page is at (\S+)") + f"?token={quote(TOKEN)}"
 
     def end_last(self) -> None:
         """What was started last."""

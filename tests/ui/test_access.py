@@ -5,12 +5,10 @@ from __future__ import annotations
 import socket
 import ssl
 import sys
-import threading
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from certificates import make_certificate
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -18,10 +16,10 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from pliant.elastic.http_server import HostGate, serving, uvicorn_config
 from pliant.errors import ConfigError
 from pliant.ui import server
-from pliant.ui.controls import JobActions
-from pliant.ui.server import LOOPBACK, DashConfig, PageGate
+from pliant.ui.server import DashConfig, PageGate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -39,22 +37,16 @@ async def _greet(socket: WebSocket) -> None:
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("the page")), WebSocketRoute("/ws", _greet)])
 
 
-def client(*, loopback: bool) -> TestClient:
-    return TestClient(PageGate(APP, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
+def client(address: str = "http://127.0.0.1:9300") -> TestClient:
+    return TestClient(HostGate(PageGate(APP, TOKEN), ["node7"]), base_url=address)
 
 
-def test_loopback_is_open_under_its_own_names_only() -> None:
-    browser = client(loopback=True)
-    for name in ("127.0.0.1:9300", "localhost:9300", "[::1]:9300"):
-        assert browser.get("/", headers={"Host": name}).text == "the page"
-    for name in ("evil.example:9300", "127.0.0.1.evil.example", ""):
-        assert browser.get("/", headers={"Host": name}).status_code == 403
-
-
-def test_elsewhere_the_token_is_asked_for_once() -> None:
-    browser = client(loopback=False)
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9300", "http://node7:9300"])
+def test_the_token_is_asked_for_once_on_loopback_too(address: str) -> None:
+    browser = client(address)
+    websocket = f"{address.replace('http', 'ws')}/ws"
     assert browser.get("/").status_code == 401
-    with pytest.raises(WebSocketDisconnect), browser.websocket_connect("ws://127.0.0.1:9300/ws"):
+    with pytest.raises(WebSocketDisconnect), browser.websocket_connect(websocket):
         pass
     wrong = browser.post("/enter", data={"token": "guess"})
     assert wrong.status_code == 401
@@ -64,13 +56,48 @@ def test_elsewhere_the_token_is_asked_for_once() -> None:
     cookie = browser.cookies.jar
     assert all(TOKEN not in str(each.value) for each in cookie), "the token itself is not kept in the browser"
     assert browser.get("/").text == "the page"
-    with browser.websocket_connect("ws://127.0.0.1:9300/ws") as socket:
+    with browser.websocket_connect(websocket) as socket:
         assert socket.receive_text() == "hello"
-    assert client(loopback=False).get("/", cookies={"pliant_dash": "0" * 64}).status_code == 401
+    assert client().get("/", cookies={"pliant_dash_9300": "0" * 64}).status_code == 401
+
+
+def test_the_printed_address_enters_and_the_browser_keeps_another() -> None:
+    browser = client()
+    assert browser.get("/?token=guess").status_code == 401
+    entered = browser.get(f"/job/x?token={TOKEN}", follow_redirects=False)
+    assert (entered.status_code, entered.headers["location"]) == (303, "/")
+    cookie = entered.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert browser.get("/").text == "the page"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"Host": host} for host in ("evil.example", "127.0.0.1.evil.example:9300", "", "10.1.2.3", "0.0.0.0:9300")),
+        *({"Origin": origin} for origin in ("http://evil.example", "null", "http://127.0.0.1:8000", "http://localhost:9300")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_page_of_another_site_is_refused_with_the_cookie_too(headers: dict[str, str]) -> None:
+    browser = client()
+    browser.get(f"/?token={TOKEN}")
+    for answer in (browser.get("/", headers=headers), browser.post("/enter", data={"token": TOKEN}, headers=headers)):
+        assert answer.status_code == 403, answer.text
+    with pytest.raises(WebSocketDisconnect), browser.websocket_connect("ws://127.0.0.1:9300/ws", headers=headers):
+        pass
+
+
+def test_its_own_page_may_send_requests_by_each_of_its_names() -> None:
+    for host in ("127.0.0.1:9300", "localhost:9300", "[::1]:9300", "NODE7:9300", socket.gethostname()):
+        browser = client()
+        answer = browser.post("/enter", data={"token": TOKEN}, headers={"Host": host, "Origin": f"http://{host}"})
+        assert answer.status_code == 200, host
 
 
 def test_who_is_asked_for_the_token_is_told_where_it_is() -> None:
-    browser = client(loopback=False)
+    browser = client()
     asked, wrong = browser.get("/").text, browser.post("/enter", data={"token": "guess"}).text
     for form in (asked, wrong):
         assert "PLIANT_TOKEN" in form
@@ -80,12 +107,9 @@ def test_who_is_asked_for_the_token_is_told_where_it_is() -> None:
 
 def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "page")
-    config = DashConfig(token=TOKEN, tls_cert=cert, tls_key=key)
     listener = socket.create_server(("127.0.0.1", 0))
-    served = uvicorn.Server(server._settings(config, PageGate(APP, TOKEN, open_to=None)))
-    thread = threading.Thread(target=served.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
+    settings = uvicorn_config(PageGate(APP, TOKEN), tls_cert=cert, tls_key=key, is_page=True)
+    with listener, serving(settings, listener, "page"):
         port = listener.getsockname()[1]
         trusting = ssl.create_default_context(cafile=cert)
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusting, trust_env=False) as browser:
@@ -95,18 +119,16 @@ def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: P
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
         assert server._url("https", "::1", port) == f"https://[::1]:{port}/"
-    finally:
-        served.should_exit = True
-        thread.join(timeout=20)
-        listener.close()
     with pytest.raises(ConfigError, match="belong together"):
-        server._settings(DashConfig(token=TOKEN, tls_cert=cert, tls_key=cert), PageGate(APP, TOKEN, open_to=None))
+        uvicorn_config(PageGate(APP, TOKEN), tls_cert=cert, tls_key=cert)
 
 
-def test_a_token_is_compared_whole() -> None:
-    actions = JobActions(TOKEN)
-    assert actions.accepts_token(TOKEN)
-    assert not any(actions.accepts_token(guess) for guess in ("", "s3cre", "s3crett", "S3CRET", "s3cre\u0165"))
+@pytest.mark.parametrize("guess", ["", "s3cre", "s3crett", "S3CRET", "s3cre\u0165"])
+def test_a_token_is_compared_whole(guess: str) -> None:
+    assert client().post("/enter", data={"token": guess}).status_code == 401
+
+
+def test_a_page_has_a_token() -> None:
     with pytest.raises(ConfigError, match="empty"):
         DashConfig(token="")
 

@@ -47,11 +47,9 @@ def clean(home: Home) -> Iterator[None]:
         until(lambda: all(job.is_over for job in client.jobs()), "the end of the cluster's jobs", 20)
 
 
-def stop(page: Any, token: str) -> None:
+def stop(page: Any) -> None:
     page.get_by_role("button", name="Stop").click()
-    dialog = page.locator(".q-dialog")
-    dialog.get_by_label("Token").fill(token)
-    dialog.get_by_label("Token").press("Enter")
+    page.locator(".q-dialog").get_by_role("button", name="Stop it").click()
 
 
 @pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
@@ -66,7 +64,7 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     client = JobsClient(find_server(environ=home.environ))
     client.submit(job_from_json(SUBMITTED | {"directory": str(tmp_path)}))
     page = browser.page("dark")
-    page.goto(url)
+    page.goto(f"{url}?token={token}")
     for name in ("spirals", "digits"):
         page.locator(".job", has_text=name).filter(has_text="running").wait_for()
     page.get_by_role("img", name="2 devices; spirals has cpu=").wait_for()
@@ -79,7 +77,7 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     first = until(lambda: page.evaluate(LAST_ROUND), "the first rounds")
     until(lambda: page.evaluate(LAST_ROUND) > first, "the next rounds")
     assert not page.get_by_role("button", name="Resize").is_visible(), "its executors come and go by themselves"
-    stop(page, token)
+    stop(page)
     page.locator(".chip", has_text="stopped").wait_for()
 
     # The cluster's: what it decided is among the events, and its devices are the policy's business.
@@ -88,7 +86,7 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     page.get_by_role("heading", name="Throughput").wait_for()
     page.locator(".event", has_text="starting").wait_for()
     assert not page.get_by_role("button", name="Resize").is_visible()
-    stop(page, token)
+    stop(page)
     page.locator(".chip", has_text="stopped").wait_for()
     with client:
         assert client.job("spirals").state == "stopped"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from patience import until
 from playwright.sync_api import Error as PlaywrightError
 
 from pliant.elastic.client import ConfigClient
+from pliant.errors import ENDED_EXIT
 from pliant.jobs.store import running_jobs
 
 PROGRAM = Path(__file__).with_name("job_program.py")
@@ -48,6 +50,14 @@ def is_drawn_anew(page: Any) -> bool:
         return False
 
 
+def opens_job(page: Any, name: str) -> bool:
+    """A click is lost if the list of jobs is drawn anew just then."""
+    page.locator(".job", has_text=name).click()
+    with contextlib.suppress(PlaywrightError):
+        page.wait_for_url("**/job/*", timeout=2000)
+    return "/job/" in page.url
+
+
 def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
@@ -55,14 +65,14 @@ def background(page: Any) -> str:
 def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser, tmp_path: Path) -> None:
     words = ("-w", "-q", "--no-v", "-np", "1", "-H", "127.0.0.1:2", "--record", "run.jsonl", "-logdir", "logs")
     with (tmp_path / "runner.err").open("w") as errors:
-        runner = home.start("run", *words, "--dash", "0", str(PROGRAM), stderr=errors)
-    url, token = said(runner, r"the page is at (\S+)"), said(runner, r"its token.*: (\S+)")
+        runner = home.start("run", *words, "--dash", "0", str(PROGRAM), is_forked=False, stderr=errors)
+    url = said(runner, r"the page is at (\S+)")
     page = browser.page()
     page.goto(url)
     job = until(
         lambda: next((each for each in running_jobs(home.environ) if str(tmp_path) in each.record), None), "the job"
     )
-    page.locator(".job", has_text=job.name).click()
+    until(lambda: opens_job(page, job.name), "the job's own page")
     assert page.locator(".chip").first.inner_text() in ("running", "starting")
 
     # The curve moves while the job trains.
@@ -70,21 +80,34 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     until(lambda: page.evaluate(LAST_X) > first + 20, "the curve to move")
     assert fact(page, "workers") == "1"
 
-    # A wrong token changes nothing.
+    # Who has not shown the token sees a form, and nothing of the job.
+    for path in ("", f"job/{page.url.rpartition('/')[2]}", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+        assert httpx.get(urljoin(url, f"/{path}"), trust_env=False).status_code == 401
+    # Nor may a page of another site, in the browser that has the cookie, also if its name points to this machine.
+    foreign = page.context.new_page()
+    rebound = urlsplit(url)._replace(netloc=f"evil.example:{urlsplit(url).port}").geturl()
+    assert foreign.goto(rebound).status == 403
+    with foreign.expect_response(urljoin(url, "/enter")) as posted:
+        foreign.evaluate(
+            "to => void fetch(to, {method: 'POST', mode: 'no-cors', credentials: 'include'})", urljoin(url, "/enter")
+        )
+    assert posted.value.status == 403
+    socket = f"ws://{urlsplit(url).netloc}/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+    closed = "to => new Promise(done => { const s = new WebSocket(to); s.onopen = () => done('open'); s.onerror = () => done('refused') })"
+    assert foreign.evaluate(closed, socket) == "refused"
+    foreign.close()
+
+    # Resizing asks first.
     page.get_by_role("button", name="Resize").click()
     dialog = page.locator(".q-dialog")
     dialog.get_by_label("Workers").fill("2")
-    dialog.get_by_label("Token").fill("not the token")
-    dialog.get_by_role("button", name="Resize it").click()
-    dialog.get_by_text("Wrong token").wait_for()
-    with ConfigClient(job.config_server) as client:
+    with ConfigClient(job.config_server, job.token) as client:
         assert len(client.membership().members) == 1
         wanted = client.get()
         assert wanted is not None
         assert wanted.size == 1
 
-        # The right one resizes the job that really runs.
-        dialog.get_by_label("Token").fill(token)
+        # The job that really runs is resized.
         dialog.get_by_role("button", name="Resize it").click()
         until(lambda: len(client.membership().members) == 2, "the second worker")
     page.locator(".event", has_text="1 → 2 workers").wait_for()
@@ -94,6 +117,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
 
     # On a phone nothing is wider than the screen.
     phone = browser.page("dark", 390, 844)
+    phone.goto(url)
     phone.goto(page.url)
     phone.locator("canvas").first.wait_for()
     assert not scrolls_sideways(phone)
@@ -101,13 +125,12 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     # Stopping asks, too.
     page.get_by_role("button", name="Stop").click()
     dialog = page.locator(".q-dialog").last
-    assert dialog.get_by_label("Token").input_value() == token, "once right, it need not be typed again"
     dialog.get_by_role("button", name="Cancel").click()
     dialog.wait_for(state="detached")
     assert runner.poll() is None
     page.get_by_role("button", name="Stop").click()
     page.locator(".q-dialog").last.get_by_role("button", name="Stop it").click()
-    assert runner.wait(timeout=60) == 0
+    assert runner.wait(timeout=60) == ENDED_EXIT
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)  # the page has ended with the job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -20,6 +21,7 @@ from pages import Home
 from patience import until
 from rich.console import Console
 
+from pliant import record
 from pliant.cli import keys
 from pliant.cluster import View, Worker
 from pliant.elastic.client import ConfigClient
@@ -35,7 +37,14 @@ from pliant.jobs.store import JobStore, registered
 from pliant.record import Recorder
 from pliant.sched.policies import make_policy
 from pliant.ui.jobs import Watcher
-from pliant.ui.sources import ForegroundSource, RecordSource, StoreSource, config_server_control, open_sources
+from pliant.ui.sources import (
+    SCAN_EVERY,
+    ForegroundSource,
+    RecordSource,
+    StoreSource,
+    config_server_control,
+    open_sources,
+)
 from pliant.ui.terminal import neighbour, screen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
@@ -59,6 +68,51 @@ def test_a_folder_of_records(tmp_path: Path) -> None:
     assert [list(job.logs) for job in named.values()] == [["log"], ["log"]]
     assert named["a"].state(time.time()) == "silent"
     assert named["b/aggregator"].state(time.time()) == "finished"
+
+
+def test_only_a_jobs_own_logs_are_shown(tmp_path: Path) -> None:
+    """Others' files beside a record, links that lead out, and names that only look like a worker's are not."""
+    folder, secret = tmp_path / "runs", tmp_path / "secret"
+    own = {"127.0.0.1.10000@1.stdout.log", "127.0.0.1.10000@3.stderr.log", "::1.10001.stdout.log"}
+    names = ["127.0.0.1:10000", "[::1]:10001", "127.0.0.1:10002", "../x:1", 7]
+    records.write(folder / "run.jsonl", iter([{"kind": "workers", "step": 1, "time_s": 1.0, "workers": names}]))
+    secret.write_text("not for you\n")
+    for name in (*own, "127.0.0.1.10009@1.stdout.log", "notes.stdout.log", "other.log", "log"):
+        (folder / name).write_text("hello\n")
+    (folder / "127.0.0.1.10002@1.stdout.log").symlink_to(secret)
+    os.mkfifo(folder / "127.0.0.1.10002@1.stderr.log")
+    watcher = Watcher([RecordSource(folder / "run.jsonl")])
+    for _ in range(SCAN_EVERY + 1):
+        watcher.poll()
+    (job,) = watcher.known.jobs.values()
+    assert set(job.logs) == own
+    # One that is replaced by a link later is not followed either.
+    log = job.logs["127.0.0.1.10000@1.stdout.log"]
+    log.poll()
+    assert list(log.text) == ["hello"]
+    (folder / "127.0.0.1.10000@1.stdout.log").unlink()
+    (folder / "127.0.0.1.10000@1.stdout.log").symlink_to(secret)
+    log.poll()
+    assert list(log.text) == ["hello"]
+
+
+def test_a_huge_or_deep_line_of_a_record_is_skipped_and_the_rest_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    deep = '{"kind": "step", "step": 1, "time_s": 1.0, "x": ' + "[" * 900 + "]" * 900 + "}\n"
+    huge = '{"kind": "step", "step": 1, "time_s": 1.0, "x": "' + "y" * (5 << 20) + '"}\n'
+    file.write_text(deep + huge + "[" * 100_000 + "\n")
+    with file.open("a") as later:
+        for fact in records.training(20):
+            later.write(json.dumps(fact) + "\n")
+    watcher = Watcher([RecordSource(file)])
+    for _ in range(5):
+        watcher.poll()
+    (job,) = watcher.known.jobs.values()
+    assert job.timeline.step == 20
+    for text, told in ((deep, "line 2: it is nested deeper than 100 levels"), (huge, "line 2 has more than")):
+        file.write_text('{"kind": "start", "step": 0, "time_s": 1.0}\n' + text)
+        with pytest.raises(ConfigError, match=told):
+            record.read(file)
 
 
 def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> None:

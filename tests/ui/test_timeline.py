@@ -125,6 +125,20 @@ def test_events_say_what_and_why() -> None:
         fact("decision", 3, policy="gns", decision={"kind": "set_batch_size", "size": 64, "reason": "noise 512"}),
         fact("decision", 3, policy="slow", decision={"kind": "set_topology", "strategy": [0, 0], "reason": "link 0-1"}),
         fact("refused", 4, policy="gns", decision={"kind": "set_batch_size", "size": 9999}, why="too large"),
+        fact("gap", 5, lost=12, from_s=1.0, to_s=2.0, why="No space left on device"),
+        fact(
+            "stall",
+            6,
+            worker="10.0.0.1:7",
+            rank=2,
+            what="in step 6",
+            for_s=65.2,
+            stack=[
+                'File "/a/train.py", line 7 in f',
+                'File "/a/b.py", line 9 in <module>',
+                "its process 7 (python, state S):",
+            ],
+        ),
         fact("end", 9),
     )
     assert [(event.kind, event.what, event.why) for event in timeline.events] == [
@@ -134,6 +148,12 @@ def test_events_say_what_and_why() -> None:
         ("decision", "batch size 64 per replica", "gns: noise 512"),
         ("decision", "topology 0,0", "slow: link 0-1"),
         ("refused", "batch size 9999 per replica cannot be done", "gns: too large"),
+        ("gap", "12 facts missing", "No space left on device"),
+        (
+            "stalled",
+            "rank 2 (10.0.0.1:7) is stalled: in step 6 for 1m5s",
+            "train.py:7 f ← b.py:9 <module> ← its process 7 (python, state S):",
+        ),
         ("end", "finished after step 9", ""),
     ]
     assert timeline.views[-1].strategy == "0,0"

@@ -6,7 +6,6 @@ compared with that of another selector or another version.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from pliant.fed.config import Count, FedConfig, NamedOptions, Positive
 from pliant.fed.rounds.plan import plan_round
 from pliant.fed.selection.base import Floats, finite
 from pliant.fed.selection.selectors import make_selector
+from pliant.json_text import parse_json
 from pliant.yaml_source import validation_messages
 
 Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -63,7 +63,7 @@ class Replay(BaseModel):
 def read_replay(path: Path) -> Replay:
     """Read a replay; raises ConfigError."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
         raise ConfigError(f"{path}: {why}; give a replay: {{participants, clients: [{{size, losses}}, ...]}}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.history import History, Point, Round
 from pliant.files import hold_lock, write_atomic
+from pliant.json_text import parse_json
 from pliant.record import Recorder
 from pliant.tensorboard import EventWriter
 
@@ -162,6 +162,11 @@ class JobRecorder:
         clean = _replace_nan(data)
         if self._recorder is not None:
             self._recorder.write(kind, step, **clean)
+            if (gap := self._recorder.gap) is not None:
+                raise CheckpointError(
+                    f"{self._recorder.path}: {gap.why}; a federated job is resumed with its record, so it ends here: make room, "
+                    "and start it again, and it goes on from its last checkpoint"
+                )
         if self._watch is not None:
             self._watch(kind, clean)
 
@@ -186,7 +191,6 @@ class JobRecorder:
         }
         self._events.add_scalars(shown, point.round)
         self._events.add_scalars({"Test/time_to_test_accuracy (min)": point.accuracy}, int(point.clock_s / 60))
-        self._events.flush()
 
 
 def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
@@ -226,7 +230,7 @@ def training_perf(config: FedConfig, history: History) -> dict[str, object]:
 def _parse_fact(line: bytes) -> dict[str, Any] | None:
     """Parse a line of the record; None if a crash has cut it short."""
     try:
-        fact = json.loads(line)
+        fact = parse_json(line)
         whole = line.endswith(b"\n") and isinstance(fact["kind"], str) and isinstance(fact["step"], int)
     except (ValueError, KeyError, TypeError):
         return None

@@ -24,7 +24,7 @@ from pliant.duration import format_duration
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
-from pliant.errors import ClusterCleared, LaunchError, StaleView
+from pliant.errors import ENDED_EXIT, ClusterCleared, LaunchError, StaleView
 from pliant.launch.events import handle_signals
 from pliant.launch.on_ray import cluster
 from pliant.launch.on_ray.node import NodeEvent, NodeRunner, RunnerEnded, RunnerLost, RunnerUp
@@ -149,12 +149,19 @@ class RayDriver:
                 if self._end_by_s is None:
                     self._provide()
                 if self._is_over():
-                    return self._failure or 0
+                    return self._failure if self._failure is not None else self._end_code()
         finally:
             for runner in self._runners.values():
                 runner.kill()
             for hold in self._holds.values():
                 hold.release()
+
+    def _end_code(self) -> int:
+        """Return the exit code of a job that has not failed."""
+        ended_by = self._server.membership.ended_by
+        if ended_by:
+            log.error("the job was ended before its last step: %s", ended_by)
+        return ENDED_EXIT if ended_by else 0
 
     def _wait_for_events(self) -> list[DriverEvent]:
         """Wait for events, for as long as fits what is being waited for, and return them."""
@@ -229,7 +236,7 @@ class RayDriver:
         if runner is None:
             return
         runner.kill()
-        if code == 0 or (self._server.membership.over and not self._is_used(node)):
+        if code in (0, ENDED_EXIT) or (self._server.membership.over and not self._is_used(node)):
             self.num_ended += 1
         elif self._end_by_s is None:
             log.error("host %s: its runner ended with exit code %d", runner.host, code)

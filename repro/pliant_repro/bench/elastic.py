@@ -63,6 +63,8 @@ class ElasticOptions:
     """Whether the forward pass runs in bfloat16 where torch's autocast does so."""
     compiled: bool = False
     """Whether the model is compiled by `torch.compile`."""
+    scaler: bool = False
+    """Whether a GradScaler scales the losses; autocast is float16 on a GPU then."""
     seed: int | None = None
     """Seed of replica 0's random generators; replica r has seed + r. None means that all have the same."""
     join: Mapping[str, object] = field(default_factory=dict)
@@ -122,37 +124,84 @@ class StepBegun:
         return cls(**{**values, "change": values["change"] and tuple(values["change"])})
 
 
+class StepReports:
+    """What the workers of a job report, at a Unix socket in a folder: it reaches them in other network namespaces, too. A
+    context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.control = folder / "control"
+        """The socket that workers connect to."""
+        self.reports: list[StepBegun] = []
+        """Every step that any worker has begun, in the order of arrival; the times in it are exact, the order is not."""
+        self.ended: set[int] = set()
+        """The processes whose connection has ended."""
+        self.changed = threading.Condition()
+        """Notified with each report; held while they change."""
+        self._listener = socket.socket(socket.AF_UNIX)
+
+    def __enter__(self) -> Self:
+        self._listener.bind(str(self.control))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits for it
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed: the bench is over
+            while True:
+                connection = self._listener.accept()[0]
+                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        pid = 0
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # the worker was killed while it wrote
+                begun = StepBegun.from_line(line)
+                pid = begun.pid
+                with self.changed:
+                    self.reports.append(begun)
+                    self.changed.notify_all()
+        with self.changed:
+            self.ended.add(pid)
+            self.changed.notify_all()
+
+
 class ElasticJob:
     """A job under `pliant run -w`, and all that its workers have reported. A context manager."""
 
     def __init__(self, options: ElasticOptions) -> None:
         self.options = options
-        self.reports: list[StepBegun] = []
-        """Every step that any worker has begun, in the order of arrival; the times in it are exact, the order is not."""
-        self._ended: set[int] = set()
-        self._changed = threading.Condition()
         self._cleanup = contextlib.ExitStack()
         self._runner: subprocess.Popen[bytes] | None = None
+        self._seen: StepReports
         self._log = Path()
+
+    @property
+    def reports(self) -> list[StepBegun]:
+        """Every step that any worker has begun, in the order of arrival; the times in it are exact, the order is not."""
+        return self._seen.reports
 
     def __enter__(self) -> Self:
         folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
-        listener = self._cleanup.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(folder / "control"))
-        listener.listen(64)
+        self._seen = self._cleanup.enter_context(StepReports(folder))
         options = self.options
-        (folder / "task.json").write_text(json.dumps({"control": str(folder / "control"), **asdict(options)}))
+        task = write_task(folder, self._seen.control, options)
         self._log = folder / "log"
         # A range of ports in which no other job on this host is likely to look for some.
         first_port = random.SystemRandom().randrange(12_000, 31_000, 500)
         flags = ["-w", "-q", "-np", str(options.num_workers), "--max-restarts", str(options.max_restarts)]
         flags += ["-port-range", f"{first_port}-{first_port + 500}"]
-        argv = [sys.executable, "-c", COMMAND, "run", *flags, sys.executable, "-m", __name__, str(folder / "task.json")]
+        argv = [sys.executable, "-c", COMMAND, "run", *flags, sys.executable, "-m", __name__, str(task)]
         with self._log.open("wb") as output:
             nowhere = subprocess.DEVNULL
             self._runner = subprocess.Popen(argv, stdin=nowhere, stdout=output, stderr=output, env=clean_environ())
         self._cleanup.callback(self._end)
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -167,27 +216,6 @@ class ElasticJob:
             self._runner.kill()  # its workers have asked the kernel to end with it
             self._runner.wait(END_S)
 
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed: the bench is over
-            while True:
-                connection = listener.accept()[0]
-                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
-
-    def _receive(self, connection: socket.socket) -> None:
-        pid = 0
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break  # the worker was killed while it wrote
-                begun = StepBegun.from_line(line)
-                pid = begun.pid
-                with self._changed:
-                    self.reports.append(begun)
-                    self._changed.notify_all()
-        with self._changed:
-            self._ended.add(pid)
-            self._changed.notify_all()
-
     def wait_until(
         self, what: str, condition: Callable[[Sequence[StepBegun]], bool], since: int = 0
     ) -> list[StepBegun]:
@@ -199,7 +227,7 @@ class ElasticJob:
         timeout_s = self.options.change_timeout_s if since else self.options.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
         assert self._runner is not None, "entered"
-        with self._changed:
+        with self._seen.changed:
             while True:
                 found = self.reports[since:]
                 if condition(found):
@@ -209,7 +237,7 @@ class ElasticJob:
                 if code is not None or left_s <= 0:
                     said = last_words(self._log.read_text(errors="replace"))
                     raise LaunchError(f"{what}: {why}; " + (f"it said: {said}" if said else "it said nothing"))
-                self._changed.wait(min(left_s, 1.0))
+                self._seen.changed.wait(min(left_s, 1.0))
 
     def wait_until_steady(self, num_workers: int, steps: int, since: int = 0) -> list[StepBegun]:
         """Wait until `num_workers` workers have each committed `steps` steps in a view of this size; return all since."""
@@ -225,15 +253,16 @@ class ElasticJob:
         """Wait until all who reported, except the members of the view of `num_workers`, have ended."""
         present = {each.worker for each in reports if each.size == num_workers and each.change is not None}
         leavers = {each.pid for each in reports if each.worker not in present}
-        self.wait_until("the end of those who left", lambda _: leavers <= self._ended, len(self.reports))
+        self.wait_until("the end of those who left", lambda _: leavers <= self._seen.ended, len(self.reports))
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Callable[[int], float]]:
         """Give a function that asks for a number of workers, and returns the monotonic time just before."""
         from pliant.elastic.client import ConfigClient
+        from pliant.tokens import find_token
 
         first = self.wait_until("the first step", bool)[0]
-        with ConfigClient(first.config_server) as client:
+        with ConfigClient(first.config_server, find_token(first.config_server)) as client:
             client.wanted()  # connects, so that later requests do not begin with that
 
             def resize(size: int) -> float:
@@ -330,6 +359,8 @@ class StepReporter:
         if new := changes[self._num_changes :]:
             # Several changes without a step between them are one pause; its length is the longest wait.
             change = (new[0].old_size, new[-1].new_size, max(each.pause_s for each in new), new[-1].lost)
+        if job.step <= self._key[0]:  # the step before was taken back, or this one is repeated
+            self.digest = self.buffers = ""
         self._key, self._num_changes = key, len(changes)
         begun = StepBegun(
             rank=job.rank, size=job.size, step=job.step, own=self._own, at_s=at_s, ended_s=self.ended_s, change=change,
@@ -354,23 +385,39 @@ def main() -> None:
     subject = training.make_subject(task)
     model, optimizer = job.wrap(subject.model, training.make_optimizer(task, subject.model))
     loader = job.loader(subject.dataset, batch_size=subject.batch, shuffle=False, collate_fn=zoo.as_is)
+    scaler = training.make_scaler(task)
+    if scaler is not None:
+        job.track("scaler", scaler)
     for _epoch in job.epochs(MAX_EPOCHS):
         for step in loader:
             for batch in step:
                 reporter.report()
-                subject.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+                loss = subject.loss(model, batch)
+                (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad()
             if job.in_shadow:
                 continue  # a new worker warms up: this is no step of the job
             if task.device == "cuda":
                 torch.cuda.synchronize()
             if options.digests:
-                reporter.digest = training_probes.digest_state(model, optimizer)
+                model.state_dict()  # waits for updates that are still under way
+                reporter.digest = training_probes.digest_state(model, optimizer, scaler)
                 reporter.buffers = training_probes.digest_buffers(model)
             if options.least_step_s:
                 time.sleep(max(0.0, reporter.ended_s + options.least_step_s - time.monotonic()))
             reporter.ended_s = time.monotonic()
+
+
+def write_task(folder: Path, control: Path, options: ElasticOptions) -> Path:
+    """Write the task file of the workers of a job, and return its path."""
+    path = folder / "task.json"
+    path.write_text(json.dumps({"control": str(control), **asdict(options)}))
+    return path
 
 
 def read_task(path: Path) -> tuple[str, ElasticOptions]:
@@ -382,11 +429,11 @@ def read_task(path: Path) -> tuple[str, ElasticOptions]:
 def training_task(options: ElasticOptions, optimizer: str) -> TrainingTask:
     """Return what the job of these options trains; a contender with this task trains the same on fixed workers."""
     same = {"model": options.model, "batch": options.batch, "size": options.size, "device": options.device}
-    how = {"autocast": options.autocast, "compiled": options.compiled, "seed": options.seed, "join": options.join}
+    how = {"autocast": options.autocast, "compiled": options.compiled, "scaler": options.scaler, "seed": options.seed}
     replicas = options.replicas or options.num_workers
     return TrainingTask(
         side="pliant", num_workers=options.num_workers, replicas=replicas, optimizer=optimizer, strict=True,
-        **same, **how,  # type: ignore[arg-type]
+        join=options.join, **same, **how,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -7,21 +7,22 @@ show that the comparison can fail: the two orders differ from each other, and so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from pliant_repro import contest
-from pliant_repro.bench.gpu import (
+from pliant_repro.bench.gpu_parts import (
     SEED,
     Clock,
     DevicePool,
     GpuOptions,
     Part,
     ask_all,
+    describe_failure,
     device_of,
-    join_options,
     process_bytes,
     started,
 )
@@ -47,8 +48,8 @@ class Group:
     num_workers: int
     number: int = 0
     """Number of the run."""
-    order: str = ""
-    """Order of the sums, as an argument of `pliant.join`; empty means its default, which was DDP's before it had a choice."""
+    order: str = "tree"
+    """Order of the sums, as an argument of `pliant.join`."""
     tampered: bool = False
     """Whether this is the control, of which one bit is flipped."""
 
@@ -65,7 +66,7 @@ class Group:
     @property
     def is_oracle(self) -> bool:
         """Whether this order is DDP's."""
-        return self.order in ("", "ddp")
+        return self.order == "ddp"
 
 
 Digests = list[tuple[str, str]]
@@ -86,24 +87,22 @@ class Outcome:
 
 def orders_to_compare(options: GpuOptions) -> tuple[str, ...]:
     """Return the orders that are compared, the one with all placements and two runs first."""
-    if options.order:
-        return (options.order,)
-    return ("tree", "ddp") if "order" in join_options() else ("",)
+    return (options.order,) if options.order else ("tree", "ddp")
 
 
 def groups_of(options: GpuOptions, orders: Sequence[str]) -> list[Group]:
     """Return all trainings, those of eager networks first, so that they are done if time is short."""
     sizes = [count for count in (1, 2, 4) if count <= options.replicas]
-    oracle = next((order for order in orders if order in ("", "ddp")), None)
+    has_oracle = "ddp" in orders
     groups: list[Group] = []
     for model, mode in sorted(options.cells, key=lambda cell: ("eager", "fp16", "priority", "compiled").index(cell[1])):
         if mode in ("fp16", "priority"):
-            order = oracle if oracle is not None else orders[0]
+            order = "ddp" if has_oracle else orders[0]
             several = [count for count in sizes if mode == "fp16" or count > 1] or sizes
-            groups += [Group(model, mode, "ddp", options.replicas, order=order)] if oracle is not None else []
+            groups += [Group(model, mode, "ddp", options.replicas, order=order)] if has_oracle else []
             groups += [Group(model, mode, "pliant", count, order=order) for count in several]
             continue
-        groups += [Group(model, mode, "ddp", options.replicas, order=oracle)] if oracle is not None else []
+        groups += [Group(model, mode, "ddp", options.replicas, order="ddp")] if has_oracle else []
         groups += [Group(model, mode, "pliant", count, number, orders[0]) for number in (0, 1) for count in sizes]
         groups += [Group(model, mode, "pliant", count, 0, order) for order in orders[1:] for count in sizes]
     return [*groups, control_of(groups)]
@@ -118,16 +117,19 @@ def control_of(groups: Sequence[Group]) -> Group:
     return replace(first, tampered=True)
 
 
-def run_bits(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
+def run_bits(options: GpuOptions, progress: Progress, pool: DevicePool, found: Part) -> None:
     """Compare the digests of all groups; as many run at the same time as the pool has room for."""
     orders = orders_to_compare(options)
     groups = groups_of(options, orders)
-    found = Part(columns=("network", "order", "placements", "two runs", "DDP", "digest after the last step"))
+    found.columns = ("network", "order", "placements", "two runs", "DDP", "digest after the last step")
     clock = Clock(options.limit_s)
     done: list[Group] = []
 
     def train(group: Group) -> Outcome:
-        outcome = train_group(group, options, pool, clock, found)
+        try:
+            outcome = train_group(group, options, pool, clock, found)
+        except Exception as error:  # of this thread; the other groups go on
+            outcome = Outcome(failure=describe_failure(error))
         done.append(group)
         progress(f"bits: {group.model} {group.mode}", len(done) / len(groups))
         return outcome
@@ -145,14 +147,11 @@ def run_bits(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
     ]
     if refusal is not None:
         judge_refusal(found, *refusal.result())
-    return found
 
 
 def group_task(group: Group, options: GpuOptions) -> TrainingTask:
     """Return what the workers of a group train."""
-    sync = "priority" if group.mode == "priority" else options.sync
-    chosen = replace(options, order=group.order if "order" in join_options() else "", sync=sync)
-    return chosen.task(
+    return replace(options, order=group.order).task(
         group.model,
         group.mode,
         group.side,
@@ -184,13 +183,21 @@ def train_group(group: Group, options: GpuOptions, pool: DevicePool, clock: Cloc
 
 
 def merge_ranks(answers: Sequence[contest.Answer]) -> tuple[Digests, str]:
-    """Return rank 0's digests, and a remark if the state of another rank differs from it in any step."""
+    """Return rank 0's digests, and a remark if the state of another rank differs from it in any step, or shows nothing."""
     states, buffers = (cast("list[str]", answers[0][key]) for key in ("states", "buffers"))
     for rank, answer in enumerate(answers):
         for step, (mine, theirs) in enumerate(zip(states, cast("list[str]", answer["states"]), strict=True), 1):
             if mine != theirs:
                 return list(zip(states, buffers, strict=True)), f"rank {rank} differs from rank 0 after step {step}"
-    return list(zip(states, buffers, strict=True)), ""
+    return list(zip(states, buffers, strict=True)), why_no_evidence(answers[0])
+
+
+def why_no_evidence(answer: contest.Answer) -> str:
+    """Return why the digests in an answer show nothing; empty if they do."""
+    losses = contest.floats(answer["losses"])
+    if all(map(math.isfinite, losses)):
+        return ""
+    return "the training has diverged: all states of it that are not numbers are alike"
 
 
 def first_difference(found: Sequence[object], expected: Sequence[object]) -> int | None:

@@ -16,7 +16,8 @@ from pliant.errors import LaunchError
 from pliant_repro.bench import commit_gaps
 from pliant_repro.bench.commit_gaps import AFTER, Event
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members
-from pliant_repro.bench.gpu import (
+from pliant_repro.bench.gpu_bits import TAMPERED_STEP, why_no_evidence
+from pliant_repro.bench.gpu_parts import (
     SEED,
     START_S,
     TURN_S,
@@ -24,11 +25,11 @@ from pliant_repro.bench.gpu import (
     DevicePool,
     GpuOptions,
     Part,
+    describe_failure,
     process_bytes,
     started,
     weights_of,
 )
-from pliant_repro.bench.gpu_bits import TAMPERED_STEP
 from pliant_repro.contest import Contender, Progress
 
 CHANGE_S = 90.0
@@ -50,7 +51,7 @@ def elastic_options(options: GpuOptions, model: str, mode: str, clock: Clock, **
     return ElasticOptions(**{  # type: ignore[arg-type]
         "num_workers": BIG, "small": SMALL, "model": task.model, "batch": task.batch, "size": task.size,
         "replicas": options.replicas, "device": task.device, "autocast": task.autocast, "compiled": task.compiled,
-        "join": task.join, "max_restarts": 100, "start_timeout_s": clock.bound(START_S),
+        "scaler": task.scaler, "join": task.join, "max_restarts": 100, "start_timeout_s": clock.bound(START_S),
         "change_timeout_s": clock.bound(CHANGE_S), **more,
     })  # fmt: skip
 
@@ -58,9 +59,10 @@ def elastic_options(options: GpuOptions, model: str, mode: str, clock: Clock, **
 # --- live ---
 
 
-def run_live(options: GpuOptions, progress: Progress) -> Part:
+def run_live(options: GpuOptions, progress: Progress, found: Part) -> None:
     """Shrink and grow a job and kill its workers, and measure the gaps between commits."""
-    found = Part(columns=("network", *commit_gaps.COLUMNS), remarks=[commit_gaps.REMARK])
+    found.columns = ("network", *commit_gaps.COLUMNS)
+    found.remarks.append(commit_gaps.REMARK)
     clock = Clock(options.limit_s, weights_of(options.cells))
     for model, mode in options.cells:
         end_s = clock.next_cell()
@@ -76,7 +78,7 @@ def run_live(options: GpuOptions, progress: Progress) -> Part:
         if failure:
             found.remarks.append(f"{model} {mode}: {failure}")
             found.judge(None if clock.is_over else False, f"{model} {mode}: {failure}")
-    return found
+        found.keep()
 
 
 def change_repeatedly(
@@ -147,9 +149,9 @@ def judge_live(
 # --- changes ---
 
 
-def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool) -> Part:
+def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool, found: Part) -> None:
     """Compare the digests of jobs that go through changes with those of fixed ones, after every step."""
-    found = Part(columns=("network", "steps", "digests", "sizes", "result"))
+    found.columns = ("network", "steps", "digests", "sizes", "result")
     cells = options.cells
     clock = Clock(options.limit_s)
     control = cells[-1] if len(cells) == 1 else next((cell for cell in cells if cell[0].startswith("lstm")), cells[0])
@@ -159,7 +161,10 @@ def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool) -> Pa
         with pool.lend(process_bytes(cell[0], options), JOB_PROCESSES + (cell == control), clock.left_s - 30) as got:
             if not got:
                 return Compared(failure="no time was left", is_late=True)
-            compared = compare_changes(options, *cell, clock, with_control=cell == control)
+            try:
+                compared = compare_changes(options, *cell, clock, with_control=cell == control)
+            except Exception as error:  # of this thread; the other cells go on
+                compared = Compared(failure=describe_failure(error))
         compared.is_late = bool(compared.failure) and clock.is_over
         done.append(cell)
         progress(f"changes: {cell[0]} {cell[1]}", len(done) / len(cells))
@@ -168,7 +173,7 @@ def run_changes(options: GpuOptions, progress: Progress, pool: DevicePool) -> Pa
     with ThreadPoolExecutor(len(cells)) as threads:
         for (model, mode), compared in zip(cells, threads.map(compare, cells), strict=True):
             judge_changes(found, model, mode, compared)
-    return found
+            found.keep()
 
 
 Digests = list[tuple[str, str]]
@@ -201,6 +206,8 @@ def compare_changes(options: GpuOptions, model: str, mode: str, clock: Clock, *,
         digests: Digests = []
         while len(digests) < last:
             answer = contender.ask({"do": "digests", "iterations": FIXED_STEPS}, clock.bound(TURN_S))[0]
+            if why := why_no_evidence(answer):
+                raise LaunchError(why)
             states, buffers = (cast("list[str]", answer[key]) for key in ("states", "buffers"))
             digests += zip(states, buffers, strict=True)
         return digests
@@ -251,9 +258,18 @@ class Difference:
 
 
 def compare_digests(reports: Sequence[StepBegun], expected: Digests) -> tuple[int, list[Difference]]:
-    """Return how many digests were compared, and those that differ; buffers are compared on rank 0, as DDP has them."""
+    """Return how many digests were compared, and those that differ; buffers are compared on rank 0, as DDP has them.
+
+    What a worker has reported after steps that it then took back does not count, as happens with sync="priority".
+    """
     compared, wrong = 0, list[Difference]()
-    for each in reports:
+    counted: list[StepBegun] = []
+    least: dict[int, int] = {}
+    for each in reversed(reports):
+        if each.step <= least.setdefault(each.pid, each.step):
+            least[each.pid] = each.step
+            counted.append(each)
+    for each in reversed(counted):
         if not each.digest or not each.step or each.step > len(expected):
             continue
         compared += 1

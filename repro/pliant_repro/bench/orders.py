@@ -3,6 +3,9 @@
 Several replicas share a worker, and every worker has a host of its own (an address of the loopback interface, so the bytes
 really go through TCP). In DDP's order a worker must send the gradients of its replicas one by one, because only the beginning
 of gloo's chain may be added on the way. In the tree it sends the sum of its block. Bytes are counted, not timed.
+
+Memory is the peak of a worker's process during the steps, beside that of a process that only accumulates the gradients of as
+many batches: what is above that are further sets of gradients, in memory of its own or shared.
 """
 
 from __future__ import annotations
@@ -61,24 +64,30 @@ class OrdersOptions:
 
 def run(options: OrdersOptions, args: Mapping[str, object], progress: Progress) -> Json:
     """Train with each order, count, and return the result."""
+    progress("bare accumulation", 0.0)
+    bare_bytes = measure_bare(options)
     cells = []
-    for number, order in enumerate(EXACT_ORDERS):
-        progress(f"order {order}", number / len(EXACT_ORDERS))
-        cells.append(count(options, order))
+    for number, order in enumerate(EXACT_ORDERS, 1):
+        progress(f"order {order}", number / (1 + len(EXACT_ORDERS)))
+        cells.append(count(options, order, bare_bytes))
     return result(options, args, cells)
 
 
-def count(options: OrdersOptions, order: str) -> Json:
+def measure_bare(options: OrdersOptions) -> int:
+    """Return the peak memory of plain PyTorch that accumulates as many batches as the largest block has replicas."""
+    task = _task(options, side="plain", num_workers=1, replicas=-(-options.replicas // options.num_workers))
+    with tempfile.TemporaryDirectory(prefix="pliant-bench-") as folder:
+        placement = Placement(num_workers=1, folder=Path(folder))
+        with placement.contender("bare", PROGRAM, task.to_json()) as job:
+            job.start().ready(180.0)
+            job.ask({"do": "run", "iterations": 1, "lead": LEAD}, 600.0)
+            return peak_of(job.ask({"do": "memory", "iterations": options.steps}, 600.0))
+
+
+def count(options: OrdersOptions, order: str, bare_bytes: int) -> Json:
     """Train some steps with this order on workers with a host each, and return what was sent and kept."""
-    task = TrainingTask(
-        side="pliant",
-        num_workers=options.num_workers,
-        replicas=options.replicas,
-        model=options.model,
-        batch=options.batch,
-        size=options.size,
-        join={"order": order},
-    )
+    workers, replicas = options.num_workers, options.replicas
+    task = _task(options, side="pliant", num_workers=workers, replicas=replicas, join={"order": order})
     with tempfile.TemporaryDirectory(prefix="pliant-bench-") as folder:
         placement = Placement(num_workers=options.num_workers, folder=Path(folder), num_hosts=options.num_workers)
         with placement.contender(order, PROGRAM, task.to_json(), strategy="AUTO") as job:
@@ -86,22 +95,37 @@ def count(options: OrdersOptions, order: str) -> Json:
             first = job.ready_answers
             job.ask({"do": "run", "iterations": 1, "lead": LEAD}, 600.0)
             answers = job.ask({"do": "run", "iterations": options.steps, "lead": 0}, 600.0)
+            peak_bytes = peak_of(job.ask({"do": "memory", "iterations": options.steps}, 600.0))
             digests = [answer["hash"] for answer in job.ask({"do": "hash"}, 60.0)]
-    return make_cell(options, order, cast(int, first[0]["num_bytes"]), answers, len(set(digests)) == 1)
+    cell = make_cell(options, order, cast(int, first[0]["num_bytes"]), answers, len(set(digests)) == 1)
+    return cell | memory_of(cast(int, cell["gradient_bytes"]), peak_bytes, bare_bytes)
+
+
+def _task(options: OrdersOptions, **more: Any) -> TrainingTask:
+    return TrainingTask(model=options.model, batch=options.batch, size=options.size, **more)
+
+
+def peak_of(answers: Sequence[Answer]) -> int:
+    """Return the highest peak of all ranks."""
+    return max(cast(int, answer["peak_bytes"]) for answer in answers)
+
+
+def memory_of(num_bytes: int, peak_bytes: int, bare_bytes: int) -> Json:
+    """Return the peak memory of a worker, and how many sets of gradients it has then, if bare accumulation has one."""
+    sets = 1 + (peak_bytes - bare_bytes) / num_bytes
+    return {"peak_bytes": peak_bytes, "bare_bytes": bare_bytes, "sets_of_gradients": sets}
 
 
 def make_cell(options: OrdersOptions, order: str, num_bytes: int, answers: Sequence[Answer], same_on_all: bool) -> Json:
-    """Return the numbers of one order from what the ranks counted."""
+    """Return the traffic and the shared memory of one order from what the ranks counted."""
     stats = [[cast("Mapping[str, Any]", answer[key]) for key in ("before", "after")] for answer in answers]
     wire_bytes = sum(after["wire_bytes"] - before["wire_bytes"] for before, after in stats) / options.steps
-    shared_bytes = max(after["shared_bytes"] for _, after in stats)
     return {
         "order": order,
         "gradient_bytes": num_bytes,
         "planned_bytes": planned_bytes(order, options.replicas, options.num_workers, num_bytes // FLOAT_BYTES),
         "wire_bytes": wire_bytes,
-        "shared_bytes": shared_bytes,
-        "sets_of_gradients": shared_bytes / num_bytes,
+        "shared_bytes": max(after["shared_bytes"] for _, after in stats),
         "same_on_all_workers": same_on_all,
     }
 
@@ -135,7 +159,7 @@ def result(options: OrdersOptions, args: Mapping[str, object], cells: Sequence[J
     if is_power and over > MOST_OVER_BOUND:
         remarks.append(f"the tree sends {over:.3f} times the least, to be at most {MOST_OVER_BOUND:g}")
     traffic = cast(float, ddp["wire_bytes"]) / cast(float, tree["wire_bytes"])
-    memory = cast(float, ddp["shared_bytes"]) / cast(float, tree["shared_bytes"])
+    memory = cast(float, ddp["sets_of_gradients"]) / cast(float, tree["sets_of_gradients"])
     peers = {"ddp": {**ddp, "traffic_ratio": traffic, "memory_ratio": memory}}
     return contest.form(
         "orders", args, not remarks, remarks,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Iterable
@@ -39,13 +38,17 @@ def kernel_settings() -> dict[str, str]:
 # --- digests ---
 
 
-def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return the SHA-256 of all parameters and of the optimizer's tensors, in the order of the parameters."""
+def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> str:
+    """Return the SHA-256 of all parameters and of the optimizer's tensors, in the order of the parameters, and of the
+    GradScaler if there is one."""
     tensors: list[Tensor] = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         tensors += [parameter, *(value for _, value in sorted(state.items()) if isinstance(value, Tensor))]
-    return digest_tensors(tensors)
+    digest = digest_tensors(tensors)
+    if scaler is None:
+        return digest
+    return hashlib.sha256(f"{digest} {sorted(scaler.state_dict().items())}".encode()).hexdigest()
 
 
 def digest_buffers(model: nn.Module) -> str:
@@ -69,10 +72,7 @@ def digest_steps(loop: Any, count: int) -> dict[str, object]:
     for _ in range(count):
         loop.step()
         loop.subject.model.state_dict()  # waits for updates that are still under way
-        state = digest_state(loop.subject.model, loop.optimizer)
-        if loop.scaler is not None:
-            state = hashlib.sha256(f"{state} {sorted(loop.scaler.state_dict().items())}".encode()).hexdigest()
-        states.append(state)
+        states.append(digest_state(loop.subject.model, loop.optimizer, loop.scaler))
         buffers.append(digest_buffers(loop.subject.model))
     return {"states": states, "buffers": buffers, "losses": loop.take_losses()}
 
@@ -81,26 +81,34 @@ def digest_steps(loop: Any, count: int) -> dict[str, object]:
 
 
 def peak_memory(loop: Any, count: int, *, cuda: bool) -> dict[str, object]:
-    """Train `count` steps, and return the peak of what was allocated: on the device, or by this process if there is none."""
+    """Train `count` steps, and return the peak meanwhile: of what was allocated on the device, or if there is none, of the
+    memory in which this process lies, with what it shares."""
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(count):
         loop.step()
     if cuda:
         torch.cuda.synchronize()
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:
-        peak = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak = reserved = _status_bytes("VmHWM")
     return {"peak_bytes": peak, "reserved_bytes": reserved, "gradient_bytes": loop.subject.num_bytes}
 
 
 def sent_and_shared(job: Any) -> dict[str, object]:
     """Return the bytes that this worker has sent to other hosts in the present view, and the shared memory that it has
-    touched: where gradients are kept on CPUs, its own and those that others have sent."""
-    engine = job._trainer.engine
-    resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem:"))
-    return {"wire_bytes": 0 if engine is None else engine.wire_bytes, "shared_bytes": int(resident.split()[1]) << 10}
+    touched: from which operands are sent on CPUs, and into which those of others are received."""
+    engine = job._run.trainer.views.engine
+    return {"wire_bytes": 0 if engine is None else engine.wire_bytes, "shared_bytes": _status_bytes("RssShmem")}
+
+
+def _status_bytes(name: str) -> int:
+    """Return a number of bytes that the kernel knows of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) << 10
 
 
 # --- profiles ---

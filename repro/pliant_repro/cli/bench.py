@@ -34,7 +34,7 @@ T = TypeVar("T")
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    for command in (allreduce, orders, traffic, train, gpu, resize, recover, priority, preemption, fed):
+    for command in (allreduce, orders, traffic, train, gpu, resize, recover, soak, priority, preemption, fed):
         bench.command(command.__name__, cls=JsonCommand)(command)
     app.add_typer(bench, name="bench")
 
@@ -230,7 +230,7 @@ def gpu(
 ) -> None:
     """Training on one GPU beside plain PyTorch and DDP: time, memory, bits and changes of the workers."""
     from pliant_repro.bench import gpu as bench
-    from pliant_repro.bench import gpu_plan as plan
+    from pliant_repro.bench.gpu_parts import GpuOptions
     from pliant_repro.contest import split_words
 
     same: dict[str, Any] = {
@@ -238,17 +238,17 @@ def gpu(
         "steps": steps, "order": order, "gradients": gradients, "sync": sync, "autocast": autocast,
     }  # fmt: skip
     some: dict[str, Any] = {"models": split_words(models), "modes": split_words(modes), "old": old, "traces": traces}
-    options = bench.GpuOptions(part=plan.PARTS[0] if part == "all" else part, limit_s=limit, **some, **same)
+    options = GpuOptions(part=bench.PARTS[0] if part == "all" else part, limit_s=limit, **some, **same)
     args = {"part": part, "cells": options.cells, **same, "limit": limit, "old": str(old) if old else None}
     if part != "all":
         _measure(bench.run, options, args, tables.show_gpu, json_file)
         return
     chosen = split_words(parts)
-    plan.phases_of(chosen)  # complains before anything is started
+    bench.phases_of(chosen)  # complains before anything is started
     out.mkdir(parents=True, exist_ok=True)
 
-    def run(options: bench.GpuOptions, args: Mapping[str, object], progress: Progress) -> Json:
-        return plan.run_all(options, chosen, out, args, progress, save_json)
+    def run(options: GpuOptions, args: Mapping[str, object], progress: Progress) -> Json:
+        return bench.run_all(options, chosen, out, args, progress, save_json)
 
     _measure(run, options, {**args, "cells": None, "parts": chosen}, tables.show_gpu, json_file)
 
@@ -289,6 +289,43 @@ def recover(
 
 
 # --- slow networks ---
+
+
+def soak(
+    minutes: Annotated[float, typer.Option("--minutes", help="How long.")] = 5.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the stream of faults.")] = 1,
+    faults: Annotated[
+        str, typer.Option("--faults", metavar="KIND,...", help="Which kinds; default: all that can be here.")
+    ] = "",
+    hosts: Annotated[int, typer.Option("--hosts", help="Hosts, with two slots each.")] = 3,
+    lab: Annotated[
+        bool | None,
+        typer.Option("--lab/--no-lab", help="Network namespaces or loopback addresses; default: as this machine can."),
+    ] = None,
+    logs: Annotated[
+        str, typer.Option("--logs", metavar="DIR", help="Keep the logs here; default: only if something is wrong.")
+    ] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """A real job under random faults, beside the digests of stock DDP: lost steps, wrong bits, hangs, leaks."""
+    from pliant_repro.bench import soak as bench
+    from pliant_repro.bench.soak_plan import parse_fault_kinds
+    from pliant_repro.lab.hosts import missing_for_lab
+
+    missing = missing_for_lab() if lab is not False else []
+    if lab and missing:
+        raise ConfigError(f"--lab: {'; '.join(missing)}")
+    in_lab = lab is not False and not missing
+    kinds = parse_fault_kinds(faults, in_lab=in_lab)
+    check_writable(json_file)
+    options = bench.SoakOptions(minutes=minutes, seed=seed, kinds=kinds, num_hosts=hosts, in_lab=in_lab, keep_logs=logs)
+    args = {"minutes": minutes, "seed": seed, "faults": ",".join(kinds), "hosts": hosts, "lab": in_lab}
+    aside = sys.stderr if is_stdout(json_file) else None
+    with exit_on_sigterm():
+        result = bench.run(options, args, lambda line: print(line, file=aside, flush=True))
+    save_json(result, json_file)
+    if not result["ok"]:
+        raise typer.Exit(1)
 
 
 def priority(

@@ -91,13 +91,14 @@ def show_orders(result: Json) -> None:
     rows = [
         (
             str(cell["order"]),
-            *(f"{cell[key] / 1e6:.1f}" for key in ("planned_bytes", "wire_bytes", "shared_bytes")),
+            *(f"{cell[key] / 1e6:.1f}" for key in ("planned_bytes", "wire_bytes", "peak_bytes")),
             f"{cell['sets_of_gradients']:.2f}",
         )
         for cell in _cells(result)
     ]
-    rows.append(("least", f"{bound['bytes'] / 1e6:.1f}", "", "", ""))
-    columns = ("order", "planned MB", "sent MB", "shared MB", "sets of gradients")
+    bare = f"{_cells(result)[0]['bare_bytes'] / 1e6:.1f}"
+    rows.append(("least traffic; bare accumulation", f"{bound['bytes'] / 1e6:.1f}", "", bare, "1.00"))
+    columns = ("order", "planned MB", "sent MB", "peak MB", "sets of gradients")
     hosts = f"{args['replicas']} replicas on {args['np']} workers on {args['np']} hosts"
     show_table(f"a step of {args['model']}, {hosts}: between all hosts, and on each", columns, rows)
 

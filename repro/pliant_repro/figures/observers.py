@@ -207,7 +207,8 @@ def _wait_for_workers(job: pliant.Job, num_workers: int) -> None:
     from pliant.elastic.client import ConfigClient
 
     deadline_s = time.monotonic() + HOLD_S
-    with ConfigClient(worker_spec().config_server) as client:
+    spec = worker_spec()
+    with ConfigClient(spec.config_server, spec.token) as client:
         roll = client.membership()
         while len(roll.members) != num_workers and not (roll.over or time.monotonic() > deadline_s):
             roll = client.wait_for_membership(roll.number, 5.0)

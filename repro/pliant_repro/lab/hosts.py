@@ -211,6 +211,10 @@ class Lab:
         """Disconnect the host: nothing arrives or leaves, and no connection is told."""
         self._batch("ip", f"link set v{host} down", inside=self._bridge)
 
+    def mend(self, host: int) -> None:
+        """Connect a host again that was cut off. What was sent meanwhile is sent again, as TCP's timers come to it."""
+        self._batch("ip", f"link set v{host} up", inside=self._bridge)
+
     def popen(self, host: int, argv: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
         """Start a program on `host`; the process is the program itself. It is killed at the latest when the lab ends.
 

@@ -1,0 +1,182 @@
+"""Many connections that never send a request: those of who has the token go on, and the log stays short."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import make_certificate
+from patience import until
+from serving import TWO
+from starlette.responses import Response
+
+from pliant.elastic import connections, http_server
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.http_server import listening, serving, single_page, uvicorn_config
+from pliant.tokens import find_token
+
+TOKEN = "s3cret"
+ASKS = b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n"
+MOST = 8
+
+
+@contextlib.contextmanager
+def small_server(tls: tuple[str, str] = ("", "")) -> Iterator[int]:
+    """A server for `MOST` connections; yields its port."""
+    page = single_page("/", lambda: Response("hello"), TOKEN)
+    with listening("127.0.0.1", 0) as listener:
+        config = uvicorn_config(page, tls_cert=tls[0], tls_key=tls[1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http_server, "MOST_OF_FEW", MOST)
+            with serving(config, listener, "small"):
+                yield listener.getsockname()[1]
+
+
+def connected(port: int, sends: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
+    sock.sendall(sends)
+    return sock
+
+
+def greets(sock: socket.socket) -> bool:
+    """Whether the server answers on this connection."""
+    sock.settimeout(20)
+    answer = b""
+    while not answer.endswith(b"hello") and (part := sock.recv(1000)):
+        answer += part
+    return answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"hello")
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the server has closed it, as far as can be seen without waiting."""
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_the_oldest_stranger_makes_room_and_who_has_the_token_stays() -> None:
+    with small_server() as port, contextlib.ExitStack() as stack:
+        friend = stack.enter_context(connected(port, ASKS))
+        assert greets(friend)
+        strangers = [stack.enter_context(connected(port, b"GET / HT")) for _ in range(3 * MOST)]
+        until(lambda: is_closed(strangers[-MOST]), "room for the last")
+        assert all(is_closed(each) for each in strangers[: -MOST + 1])
+        assert not is_closed(strangers[-1])
+        friend.sendall(ASKS)
+        assert greets(friend), "it is the oldest of all, and goes on"
+
+
+def test_with_nobody_but_friends_the_next_is_closed_at_once() -> None:
+    with small_server() as port, contextlib.ExitStack() as stack:
+        friends = [stack.enter_context(connected(port, ASKS)) for _ in range(MOST)]
+        for friend in friends:
+            assert greets(friend)
+        with connected(port) as late, contextlib.suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+        assert not any(is_closed(friend) for friend in friends)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc",
+        ASKS + b"GET", ASKS.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"),
+    ],
+    ids=["nothing", "half a header", "half a body", "half of a second header", "no body with the token"],
+)  # fmt: skip
+def test_what_a_client_begins_must_come_soon(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    for name in ("HEADER_TIMEOUT_S", "BODY_TIMEOUT_S", "BODY_GRACE_S"):
+        monkeypatch.setattr(connections, name, 0.1)
+    with small_server() as port, connected(port, begun) as late:
+        with contextlib.suppress(ConnectionResetError):
+            while late.recv(1000):
+                continue
+        with connected(port, ASKS) as friend, connected(port) as later:
+            assert greets(friend)
+            until(lambda: is_closed(later), "the end of one that came after the friend's answer")
+            friend.sendall(ASKS)
+            assert greets(friend), "a pause between requests is no delay"
+
+
+def test_handshakes_of_tls_that_never_end_are_strangers_too(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    trusting = ssl.create_default_context(cafile=cert)
+    with small_server((cert, key)) as port, contextlib.ExitStack() as stack:
+        plain = stack.enter_context(connected(port))
+        friend = stack.enter_context(trusting.wrap_socket(plain, server_hostname="127.0.0.1"))
+        friend.sendall(ASKS)
+        assert greets(friend)
+        strangers = [stack.enter_context(connected(port, b"\x16\x03\x01")) for _ in range(3 * MOST)]
+        until(lambda: is_closed(strangers[MOST]), "room for the last")
+        friend.sendall(ASKS)
+        assert greets(friend)
+
+
+def test_a_flood_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(connections, "GATHER_S", 0.3)
+    with small_server() as port, contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
+        for _ in range(200):
+            stack.enter_context(connected(port))
+        until(lambda: bool(caplog.messages), "the line")
+        for _ in range(200):
+            stack.enter_context(connected(port))
+        with connected(port, ASKS) as friend:
+            assert greets(friend)
+    (line,) = caplog.messages
+    assert re.fullmatch(r"\d+ connections were closed before they sent a request", line)
+
+
+@pytest.mark.processes
+def test_1500_half_open_connections_and_1024_descriptors(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this test needs 2048 descriptors itself, and may have {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    program = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server", "-port", "0"]
+    log = tmp_path / "log"
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        process = stack.enter_context(
+            subprocess.Popen(
+                ["prlimit", "--nofile=1024:1024", *program], stdout=subprocess.PIPE, stderr=log.open("wb"), text=True
+            )
+        )
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[3].rstrip(",")
+        process.stdout.readline()  # where the token is
+        token = find_token(url)
+        port = int(re.findall(r":(\d+)/", url)[0])
+        client = stack.enter_context(ConfigClient(url, token))
+        client.put(TWO)
+        before, seen = client.snapshot(), []
+        held = threading.Thread(target=lambda: seen.append(client.wait_for_change(before, 60)), daemon=True)
+        held.start()
+        for number in range(1500):
+            stack.enter_context(connected(port, b"GET /config HTTP/1.1\r\n" if number % 2 else b""))
+        begun_s = time.monotonic()
+        with ConfigClient(url, token) as newcomer:
+            view = newcomer.resize(1)
+        held.join(20)
+        assert time.monotonic() - begun_s < 5
+        assert [each.wanted.view for each in seen] == [view], "who waited for the change was not disturbed"
+        until(lambda: b"connections were closed" in log.read_bytes(), "the line about them")
+        process.terminate()
+        assert process.wait(20) == 0
+    assert len(log.read_bytes()) < 2000
+    assert b"Traceback" not in log.read_bytes()
