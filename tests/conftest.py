@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)  # stable: each file stays in one piece
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where pytest-xdist runs tests in several processes, name a folder for what only one of them has to compute."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["PYTEST_SHARED_FOLDER"] = str(tmp_path_factory.getbasetemp().parent)
+
+
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """A command that runs in this process logs to streams that end with its test: later tests must not log there."""
@@ -70,13 +77,19 @@ def _shared_memory(before: set[Path] | None = None) -> set[Path]:
     found = set(Path("/dev/shm").iterdir()) - (before or set())
     if before is None or not found:
         return found
-    names = {str(path): path for path in found}
+    inodes: dict[str, Path] = {}
+    for path in found:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            inodes[str(path.stat().st_ino)] = path
+    # By inode: glibc makes a semaphore under another name than the one that it is linked to, and maps show the former.
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and not _is_ours(int(process.name)):
             with contextlib.suppress(OSError):  # gone meanwhile
                 for line in (process / "maps").read_text().splitlines():
-                    names.pop(line.rpartition(" ")[2], None)
-    return {path for path in names.values() if path.exists()}
+                    words = line.split(maxsplit=5)
+                    if len(words) == 6 and words[5].startswith("/dev/shm/"):
+                        inodes.pop(words[4], None)
+    return {path for path in inodes.values() if path.exists()}
 
 
 def _is_ours(pid: int) -> bool:
