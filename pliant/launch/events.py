@@ -103,6 +103,14 @@ class RunnerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplacementAdded:
+    """A replacement that was asked for is wanted, since the version `version` of the view."""
+
+    worker: Worker
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotReplaced:
     """A replacement that was asked for will not come."""
 
@@ -129,6 +137,7 @@ Event = (
     | TimedOut
     | Verdict
     | RunnerGone
+    | ReplacementAdded
     | NotReplaced
     | Tick
     | WarmProcessChanged

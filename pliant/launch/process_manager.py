@@ -335,6 +335,8 @@ class ProcessManager:
                 if listener is not None:
                     listener.close()
                 self._queue.post(events.NotReplaced(str(error)))
+            elif not done.cancelled():
+                self._queue.post(events.ReplacementAdded(worker, done.result().number))
 
         self._sender.submit(lambda client: client.add_worker(worker)).add_done_callback(check)
 

@@ -259,6 +259,11 @@ class Replacements:
         self._given_up = False
         self._failure: ProgramFailure | None = None
         self._num_failures = 0
+        self._seen: set[Worker] = set()  # local workers that were in some view
+        self._seen_number = -1
+        self._added: dict[
+            Worker, int
+        ] = {}  # requested ones that the config server has added, with the version of the view
         self._killed_s: list[float] = []  # when workers were killed that had only just started
 
     def note_start(self, worker: Worker, at_s: float) -> None:
@@ -311,8 +316,8 @@ class Replacements:
             f"replacing it in {pause_s:g}s: workers are killed as soon as they start" if pause_s else "replacing it now"
         )
 
-    def note_view(self, added: Set[Worker], removed: Set[Worker]) -> None:
-        """Note whom a new view adds to this host and whom it removes, other than by a loss.
+    def note_view(self, number: int, added: Set[Worker], removed: Set[Worker]) -> None:
+        """Note whom the new view `number` adds to this host and whom it removes, other than by a loss.
 
         What was requested has then come. Or somebody else's request has filled the slot, or does not want it filled.
         """
@@ -321,6 +326,21 @@ class Replacements:
         del self.due_s[: len(added) - num_come]
         if removed:
             self.due_s.clear()
+        self._seen_number = number
+        self._seen |= added
+        self._drop_unseen()
+
+    def note_added(self, worker: Worker, version: int) -> None:
+        """Note that the config server has added a requested `worker` in the version `version` of the view."""
+        self._added[worker] = version
+        self._drop_unseen()
+
+    def _drop_unseen(self) -> None:
+        """Wait no longer for those that were added and removed again between two views that this runner has seen."""
+        for worker in [worker for worker, version in self._added.items() if version <= self._seen_number]:
+            del self._added[worker]
+            if worker not in self._seen:
+                self.requested = max(0, self.requested - 1)
 
     def take_due(self, at_s: float, num_free: int) -> int:
         """Return how many to request now, where `num_free` slots are free; others that are due are given up."""
@@ -453,6 +473,9 @@ class Supervisor:
                 return self._on_verdict(cause, code)
             case events.RunnerGone(host, was_head):
                 return self._on_runner_gone(host, was_head, at_s)
+            case events.ReplacementAdded(worker, version):
+                self._replacements.note_added(worker, version)
+                return []
             case events.NotReplaced(why):
                 self._replacements.note_refusal()
                 return [events.ShowMessage(f"no replacement: {why}")]
@@ -469,7 +492,7 @@ class Supervisor:
                 self._last_crash = None  # somebody asked for it: the last workers were not lost
         added, removed = self._state.update(view if is_new else None, membership, self.running)
         if view is not None and is_new:
-            self._replacements.note_view(added, removed)
+            self._replacements.note_view(view.number, added, removed)
             self._was_listed = self._was_listed or self._is_listed(view)
         for worker in self.running.keys() & set(membership.members):
             self._replacements.note_join(worker, at_s)

@@ -18,6 +18,7 @@ from pliant.launch.events import (
     Interrupted,
     KillWorker,
     NotReplaced,
+    ReplacementAdded,
     ReportFailure,
     ReportLoss,
     RequestReplacement,
@@ -769,6 +770,32 @@ def test_a_replacement_that_is_refused_may_be_the_end() -> None:
         ReportFailure(B, "exit code 4", "was the last one, and failed"),
         ExitRunner(4),
     ]
+
+
+def test_a_replacement_that_was_removed_again_before_this_runner_saw_it_is_not_waited_for() -> None:
+    over = Membership(3, over=True, ended_by="somebody")
+    for is_answered_first in (True, False):
+        made = training(A, B)
+        made.handle(Exited(B, -9), 20)
+        made.handle(Exited(A, 0), 20)
+        added, ended = ReplacementAdded(C, 3), StateChanged(view(4), over)  # view 3, with C, was never seen here
+        first, last = (added, ended) if is_answered_first else (ended, added)
+        assert react(made, first, 20.1, ExitRunner) == []
+        assert react(made, last, 20.2, ExitRunner) == [ExitRunner(ENDED_EXIT)]
+
+
+def test_after_a_replacement_that_was_never_seen_the_next_one_comes_too() -> None:
+    for is_seen in (True, False):
+        made = training(A, B, slots=2)
+        made.handle(Exited(B, -9), 20)
+        made.handle(ReplacementAdded(C, 3), 20.1)
+        if is_seen:
+            arrive(made, view(3, A, C), 20.2)
+            assert react(made, Exited(C, -9), 20.3, RequestReplacement) == [RequestReplacement()]
+            continue
+        arrive(made, view(4, A), 20.2)  # somebody has asked for one worker
+        arrive(made, view(5, A, D), 20.3)
+        assert react(made, Exited(D, -9), 20.4, RequestReplacement) == [RequestReplacement()]
 
 
 def test_a_refused_worker_is_reported_and_never_replaced() -> None:

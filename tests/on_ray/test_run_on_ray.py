@@ -53,8 +53,14 @@ def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
     nodes.remove(OTHER)
     known = ('"roll": 3,', '"roll": 4,')
     until(lambda: any(_count(journals, "prepared", roll) for roll in known), "the loss to be known")
-    open_gate(gate, 10)  # new workers are let in when the others have done a step without the lost ones
-    _resize(launcher, job, CPUS)  # for so many there is room; may return before the loss of the node is noticed
+    # For so many there is room. New workers are let in after a step in the newest membership, and nobody knows how many
+    # there will be: the loss of a node is one for each of its workers. So there is a step more from time to time.
+    resizing = _start_resize(launcher, job, CPUS)
+    for steps in (10, 11, 12, 13):
+        open_gate(gate, steps)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            resizing.wait(5)
+    assert resizing.wait(60) == 0  # it may return before the loss of the node is noticed
     until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == CPUS, "all to train on the node that is left")
     open_gate(gate, 14)
     until(lambda: _committed(journals, 13), "step 13")
@@ -69,8 +75,12 @@ def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
 
 def _resize(launcher: Launcher, job: Runner, size: int) -> None:
     """Have the job run on so many workers, as its user would."""
+    assert _start_resize(launcher, job, size).wait(60) == 0
+
+
+def _start_resize(launcher: Launcher, job: Runner, size: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", MAIN, "resize", "--job", str(job.pid), str(size)]
-    subprocess.run(command, check=True, timeout=60, env=launcher.environ, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=launcher.environ, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.skipif(not FULL, reason="takes half a minute: set PLIANT_FULL=1")
