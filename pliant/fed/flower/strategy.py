@@ -125,9 +125,13 @@ class Guided(Strategy):
         if config.aggregator.kind == "fed-buff":
             raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
         if config.local.longer:
-            raise ConfigError("local.longer: on Flower, all clients of a round make the same number of steps; leave it out")
+            raise ConfigError(
+                "local.longer: on Flower, all clients of a round make the same number of steps; leave it out"
+            )
         if config.malicious:
-            raise ConfigError(f"malicious {config.malicious:g}: on Flower, the labels are the clients' own; leave it out")
+            raise ConfigError(
+                f"malicious {config.malicious:g}: on Flower, the labels are the clients' own; leave it out"
+            )
         self.config, self.folder = config, folder
         self.aggregator = build_aggregator(config)
         self.selector = build_selector(config)
@@ -167,7 +171,9 @@ class Guided(Strategy):
             NoClient: the selector picked none of the connected clients for `patience_s`.
         """
         if evaluate_config is not None:
-            raise ConfigError("evaluate_config: tests on clients are not supported; test on the server, with evaluate_fn")
+            raise ConfigError(
+                "evaluate_config: tests on clients are not supported; test on the server, with evaluate_fn"
+            )
         rounds = self.config.rounds if num_rounds is None else num_rounds
         deadline_s = self.config.deadline_s or timeout or self._timeout_s
         self.summary()
