@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test docs bench clean
+.PHONY: demo test docs bench wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pliant demo
@@ -24,6 +24,11 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed
 	scripts/system-packages
 	$(BIN)/pliant bench allreduce -np 4 --model resnet50 --peers gloo,openmpi
+
+wheels: $(VENV)/.installed
+	rm -rf build/lib build/bdist.* build/wheels repro/build  # a build takes in what an earlier one has left
+	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w build/wheels . ./repro
+	@ls build/wheels
 
 $(VENV)/.installed: pyproject.toml repro/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

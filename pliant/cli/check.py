@@ -19,10 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from pliant.cli import completion
 from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
     check_writable,
     exit_on_sigterm,
     is_stdout,
@@ -258,13 +259,16 @@ def placements(replicas: int) -> list[RunShape]:
 # --- the command ---
 
 
-class CheckCommand(TyperCommand):
+class CheckCommand(JsonCommand):
     """A command whose program may be `-m MODULE`, and keeps its own options."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def prepare(self, args: list[str]) -> list[str]:
         names = {name: not getattr(param, "is_flag", False) for param in self.params for name in param.opts}
+        place = args.index("--json") if "--json" in args else len(args)
+        if not split_flags(args[:place], names, {})[1]:  # else it is an option of the program
+            args = [*args[:place], *super().prepare(args[place : place + 2]), *args[place + 2 :]]
         flags, program = split_flags(args, names, {})
-        return super().parse_args(ctx, [*flags, *(["--"] if program[:1] == ["-m"] else []), *program])
+        return [*flags, *(["--"] if program[:1] == ["-m"] else []), *program]
 
 
 def register(app: typer.Typer) -> None:
@@ -288,9 +292,7 @@ def check(
         option("--allow", "OPERATOR", "As for `pliant run`; repeatable.", show_default=False),
     ] = None,
     timeout: Annotated[str, option("--timeout", "TIME", "Time for each run.")] = "10m",
-    json_file: Annotated[
-        Path | None, option("--json", "FILE", "Write the result as one JSON object; -: to stdout.", show_default=False)
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the first steps of PROGRAM on one worker, on several, and with a newcomer; compare the bits after each step.
 

@@ -15,7 +15,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pliant.cli import completion
-from pliant.cli.output import is_read_by_people, option, print_json, print_table, show_waiting
+from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
+    check_writable,
+    is_stdout,
+    option,
+    print_table,
+    save_json,
+    show_waiting,
+)
 from pliant.errors import ConfigError, NameTaken, PliantError
 
 if TYPE_CHECKING:
@@ -29,7 +38,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True, help="Federated learning: run a job in the foreground, or try a client selector."
     )
     fed.command("run")(run)
-    fed.command("select")(select)
+    fed.command("select", cls=JsonCommand)(select)
     app.add_typer(fed, name="fed")
 
 
@@ -198,9 +207,9 @@ def select(
             completion.selectors,
         ),
     ] = "",
-    as_json: Annotated[bool, option("--json", "", "JSON also on a terminal.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """Show which clients a selector picks, round after round, with known losses. When piped, prints one JSON object."""
+    """Show which clients a selector picks, round after round, with known losses."""
     from pliant.fed.config import NamedOptions
     from pliant.fed.rounds.replay import draw_replay, read_replay, replay_selection
 
@@ -210,6 +219,7 @@ def select(
         raise ConfigError(f"--seed {seed}: use 0 or more")
     if replay.isdecimal() and not (len(replay) < 9 and 1 <= int(replay) <= 1_000_000):
         raise ConfigError(f"--replay {replay}: use 1 to 1,000,000 clients, or a file")
+    check_writable(json_file)
     given = draw_replay(int(replay)) if replay.isdecimal() else read_replay(Path(replay))
     if selector:
         kind, _, preset = selector.partition(":")
@@ -218,9 +228,8 @@ def select(
         )
     with show_waiting(f"picking in {rounds} rounds"):
         found = replay_selection(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
-    if as_json or not is_read_by_people():
-        print_json(found)
-    else:
+    save_json(found, json_file)
+    if not is_stdout(json_file):
         _show(found)
 
 

@@ -23,7 +23,17 @@ from pliant.cli.connection import (
     devices_text,
     print_for_people,
 )
-from pliant.cli.output import JsonFlag, is_read_by_people, option, print_json, print_table, show_waiting
+from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
+    check_writable,
+    is_read_by_people,
+    is_stdout,
+    option,
+    print_table,
+    save_json,
+    show_waiting,
+)
 from pliant.duration import parse_duration, span_text
 from pliant.errors import ConfigError, LaunchError
 
@@ -45,8 +55,8 @@ NamesArgument = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.command("list")(list_jobs)
-    app.command("show")(show)
+    app.command("list", cls=JsonCommand)(list_jobs)
+    app.command("show", cls=JsonCommand)(show)
     app.command("logs")(logs)
     app.command("stop")(stop)
     app.command("forget")(forget)
@@ -71,18 +81,19 @@ def _opened(server: str, state: str) -> JobsClient | StoredJobs:
 def list_jobs(
     only: Annotated[str, option("--only", "STATE,...", "Jobs in these states only.", completion.states)] = "",
     names: Annotated[bool, option("-q --quiet", "", "Names only, one per line.")] = False,
-    as_json: JsonFlag = False,
+    json_file: JsonFile = None,
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
     """List jobs, the first submitted first. When piped, prints columns with tabs and no heading."""
     wanted = _states(only)
+    check_writable(json_file)
     with _opened(server, state) as opened:
         jobs = [job for job in opened.jobs() if not wanted or job.state in wanted]
         cluster = None if names else opened.cluster()
-    if as_json:
-        shown = {} if cluster is None else {"cluster": cluster.model_dump(mode="json")}
-        print_json({"jobs": [job.model_dump(mode="json") for job in jobs]} | shown)
+    shown = {} if cluster is None else {"cluster": cluster.model_dump(mode="json")}
+    save_json({"jobs": [job.model_dump(mode="json") for job in jobs]} | shown, json_file)
+    if is_stdout(json_file):
         return
     if names:
         for job in jobs:
@@ -142,13 +153,14 @@ def _states(only: str) -> set[str]:
 # --- show ---
 
 
-def show(name: NameArgument = "", as_json: JsonFlag = False, server: ServerFlag = "", state: StateFlag = "") -> None:
+def show(name: NameArgument = "", json_file: JsonFile = None, server: ServerFlag = "", state: StateFlag = "") -> None:
     """Show one job: its state, and every decision about it with time and reason."""
     check_named(name)
+    check_writable(json_file)
     with _opened(server, state) as opened:
         job = opened.job(name)
-    if as_json:
-        print_json(job.model_dump(mode="json"))
+    save_json(job.model_dump(mode="json"), json_file)
+    if is_stdout(json_file):
         return
     now_s = time.time()
     print_table(("", ""), [*_facts(job, now_s), *_spec_rows(job.spec or {})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -41,10 +42,10 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="[FILE]",
-        help="Write the result as one JSON object; without FILE, or with -, to stdout in place of the table.",
+        show_default=False,
+        help="Write the result as one JSON object to FILE, such as result.json; without FILE, or with -, to stdout in place of the table.",
     ),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 TlsCertFlag = Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")]
 TlsKeyFlag = Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")]
 ServerNameFlag = Annotated[
@@ -131,25 +132,29 @@ def read_token(file: str) -> str:
 
 
 class JsonCommand(TyperCommand):
-    """A command whose `--json`, if it takes a file, may stand without one; the object then goes to stdout."""
+    """A command whose `--json` may stand without a file; the object then goes to stdout."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not any("--json" in param.opts and not getattr(param, "is_flag", False) for param in self.params):
-            return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self.prepare(args))
+
+    def prepare(self, args: list[str]) -> list[str]:
+        """Return the words as click shall read them: with `-` after each `--json` that has no file.
+
+        In a command with arguments, the word after `--json` is one of them unless its name ends in .json: a job file is not
+        to be overwritten by `pliant submit --json job.yml`. `--json=FILE` takes any name.
+        """
+        if not any("--json" in param.opts for param in self.params):
+            return args
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        words = list(args)
-        for place, word in reversed(list(enumerate(args))):
-            after = args[place + 1] if place + 1 < len(args) else "--"
-            if word == "--json" and not _is_file(after, has_arguments):
-                words.insert(place + 1, str(STDOUT))
-        return super().parse_args(ctx, words)
-
-
-def _is_file(word: str, has_arguments: bool) -> bool:
-    """Return whether the word after `--json` is its file. If the command has arguments, it must look like a file."""
-    if word.startswith("-"):
-        return word == str(STDOUT)
-    return not has_arguments or (("." in word or "/" in word) and ".py:" not in word)
+        words: list[str] = []
+        for word, after in itertools.zip_longest(args, args[1:], fillvalue=""):
+            words.append(word)
+            is_file = after == str(STDOUT) or (
+                after != "" and not after.startswith("-") and (after.endswith(".json") or not has_arguments)
+            )
+            if word == "--json" and not is_file:
+                words.append(str(STDOUT))
+        return words
 
 
 def is_stdout(file: Path | None) -> bool:

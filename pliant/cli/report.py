@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.output import JsonFlag, check_picture, option, print_json, print_table, show_waiting
+from pliant.cli.output import (
+    JsonFile,
+    check_picture,
+    check_writable,
+    is_stdout,
+    option,
+    print_table,
+    save_json,
+    show_waiting,
+)
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def report(
         str, option("--metric", "", "accuracy, top_5 or loss.", completion.one_of("accuracy", "top_5", "loss"))
     ] = "accuracy",
     plot: Annotated[Path | None, option("--plot", "FILE", "A picture of the curves.")] = None,
-    as_json: JsonFlag = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare how long federated jobs took, on the virtual clock, to reach an accuracy."""
     from pliant.fed.report import compare as compared
@@ -49,6 +58,7 @@ def report(
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
     goal = _number(target)
     check_picture(plot)
+    check_writable(json_file)
     with show_waiting("reading what the jobs have written") as say:
         found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
         if plot is not None:
@@ -56,9 +66,8 @@ def report(
 
             say("drawing")
             plotting.accuracy_curves(found, plot)
-    if as_json:
-        print_json(found.as_json())
-    else:
+    save_json(found.as_json(), json_file)
+    if not is_stdout(json_file):
         _print(found)
 
 

@@ -120,7 +120,7 @@ class RunArguments:
     show_output: Annotated[bool, _hidden("-v/--no-v --verbose", "", "Show workers' output.")] = True
     allow_nvlink: Annotated[bool, _hidden("--allow-nvlink", "", "Leave CUDA_VISIBLE_DEVICES alone.")] = False
     keep: Annotated[bool, _hidden("-k --keep", "", "With -w, stay after the workers have finished.")] = False
-    warm: Annotated[bool | None, _hidden("--warm/--no-warm", "", "Fork Python workers from one that has imported torch; default: with -w.")] = None
+    warm: Annotated[bool | None, _hidden("--warm/--no-warm", "", "Fork Python workers from one that has imported torch; default: with -w, except for --plain.")] = None
     builtin_config_port: Annotated[str, _hidden("--builtin-config-port", "PORT", "Port of the job's own config server.")] = "0"
     init_version: Annotated[str, _hidden("--init-version", "N", "Below 0: wait to be added.")] = "0"
     state_file: Annotated[str, _hidden("--state-file", "FILE", "Keep the server's address and workers' pids there.")] = ""

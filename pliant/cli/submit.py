@@ -12,7 +12,7 @@ import typer
 
 from pliant.cli import completion
 from pliant.cli.connection import ReconnectingClient, ServerFlag, StateFlag, await_end
-from pliant.cli.output import JsonFlag, is_read_by_people, option, print_json, show_waiting
+from pliant.cli.output import JsonFile, check_writable, is_read_by_people, is_stdout, option, save_json, show_waiting
 from pliant.errors import ConfigError, NameTaken
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def submit(
             completion.jobs,
         ),
     ] = "",
-    as_json: JsonFlag = False,
+    json_file: JsonFile = None,
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
@@ -54,10 +54,11 @@ def submit(
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files or ()) > 1:
         raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
+    check_writable(json_file)
     was_interrupted = _is_interrupted(resume, server, state) if resume else False
     with show_waiting("reading the jobs, and what they name"):
         jobs = _read_all(files or [], name)
-    is_shown = not as_json
+    is_shown = not is_stdout(json_file)
     with ReconnectingClient(server, state, start=True) as client:
         if resume:
             # A server that has just been started takes up interrupted jobs by itself.
@@ -67,8 +68,7 @@ def submit(
             given = _submit_all(client, jobs, is_shown=is_shown)
         if wait:
             given = _wait_for_end(client, given, is_shown=is_shown and is_read_by_people())
-    if as_json:
-        print_json({"jobs": [job.model_dump(mode="json") for job in given]})
+    save_json({"jobs": [job.model_dump(mode="json") for job in given]}, json_file)
     if wait and (codes := [code for job in given if (code := _exit_code(job))]):
         raise typer.Exit(codes[0])
 

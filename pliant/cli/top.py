@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pliant.cli import keys
 from pliant.cli.dash import Given
-from pliant.cli.output import option, print_json, show_waiting
+from pliant.cli.output import JsonFile, check_writable, is_stdout, option, save_json, show_waiting
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError
 
@@ -23,9 +23,12 @@ def top(
     job: Annotated[str, option("--job", "NAME", "Job to show in detail.")] = "",
     interval: Annotated[str, option("--interval", "TIME", "Time between updates.")] = "1s",
     once: Annotated[bool, option("--once", "", "Print once and exit; the default when piped.")] = False,
-    as_json: Annotated[bool, option("--json", "", "Print one JSON object and exit.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q quits."""
+    """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q quits.
+
+    With --json it exits at once.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -36,16 +39,17 @@ def top(
     interval_s = parse_duration(interval, "--interval")
     if interval_s < 0.1:
         raise ConfigError(f"--interval {interval}: use 100ms or more")
+    check_writable(json_file)
     console = Console()
+    is_shown_once = once or json_file is not None or not console.is_terminal
     with show_waiting("reading the records"):
         watcher = Watcher(open_sources(given or []))
         watcher.poll()
-    if once or as_json or not console.is_terminal:
+    if is_shown_once:
         _check_known(job, watcher.known)  # elsewhere it may still come
-    if as_json:
-        print_json(_as_json(watcher.known, time.time(), job))
-        return
-    if once or not console.is_terminal:
+        save_json(_as_json(watcher.known, time.time(), job), json_file)
+        if is_stdout(json_file):
+            return
         console.print(screen(watcher.known, time.time(), console.width, job))
         return
     over = threading.Event()

@@ -75,6 +75,7 @@ class LocalBackend:
         handle = self._handle(run)
         if not handle.was_started():
             return None
+        handle.follow_keeper()
         self._runs[run.number] = handle
         return handle
 
@@ -82,7 +83,9 @@ class LocalBackend:
         return FederatedRun(run, self) if isinstance(run.spec, FederatedJob) else TrainRun(run, self)
 
     def close(self) -> None:
-        """Do nothing: the backend holds nothing."""
+        """Close the descriptors by which ends of runs are noticed."""
+        for handle in self._runs.values():
+            handle.close()
 
     def pick(self, kind: str) -> Slot:
         """Return a device of the type that no run has a slot on."""
@@ -106,6 +109,8 @@ class ProcessRun:
         self._place = run.place
         self._wanted: dict[str, int] = {}
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None
+        """The keeper as a descriptor, until it has ended."""
         self._end: RunEnd | None = None
 
     # --- start ---
@@ -131,8 +136,20 @@ class ProcessRun:
                     pass_fds=(lock,),
                     start_new_session=True,
                 )
+            with contextlib.suppress(OSError):  # too many open files: its end is seen when somebody looks
+                self._pidfd = os.pidfd_open(self._keeper.pid)
         finally:
             os.close(lock)
+
+    def follow_keeper(self) -> None:
+        """Have the end of a keeper noticed that an earlier scheduler has started."""
+        started = _read_json(self._place / "started.json")
+        if started is None or "keeper" not in started:
+            return  # it is only just starting, or of an earlier version
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(started["keeper"])
+        if not self._is_kept():
+            self.close()  # it has ended: another process may have got its number
 
     def was_started(self) -> bool:
         return self._is_kept() or (self._place / "started.json").exists() or (self._place / "exit.json").exists()
@@ -189,10 +206,23 @@ class ProcessRun:
     def _look_for_end(self) -> RunEnd | None:
         if self._keeper is not None:
             self._keeper.poll()  # reaps it
-        if self._is_kept() or self._process() is not None or self._is_alive():
+        if self._is_kept():
+            return None
+        self.close()  # it would go on to say that the keeper has ended, while others of the run still live
+        if self._process() is not None or self._is_alive():
             return None
         exit_ = _read_json(self._place / "exit.json")
         return RunEnd(None, time.time()) if exit_ is None else RunEnd(int(exit_["code"]), float(exit_["at_s"]))
+
+    def end_signal(self) -> int | None:
+        """Return the keeper's descriptor, which can be read once it has ended, as the last process of a run usually does."""
+        return self._pidfd
+
+    def close(self) -> None:
+        """Close the keeper's descriptor."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
     # --- processes ---
 
@@ -446,6 +476,7 @@ class RayBackend(LocalBackend):
         return FederatedRun(run, self) if isinstance(run.spec, FederatedJob) else RayRun(run, self)
 
     def close(self) -> None:
+        super().close()
         self._stack.close()
 
 

@@ -1,8 +1,8 @@
 """The keeper of a run: starts its process, waits for it, and writes down how it ended; the scheduler may be killed meanwhile.
 
 `keeper.py PLACE LOCK COMMAND...`, with the standard library only, so that it starts in 20 ms and needs little memory. It keeps
-a training run (`pliant run`) and the coordinator of a federated job alike. PLACE/started.json says which process COMMAND is,
-PLACE/exit.json how it ended. LOCK is an open, locked descriptor, inherited from the scheduler: the keeper lives as long as
+a training run (`pliant run`) and the coordinator of a federated job alike. PLACE/started.json says which process COMMAND
+is, and which its keeper, PLACE/exit.json how it ended. LOCK is an open, locked descriptor, inherited from the scheduler: the keeper lives as long as
 somebody holds the lock.
 """
 
@@ -45,7 +45,9 @@ def try_to_write(path: str, value: dict[str, object]) -> bool:
 def keep(place: str, command: list[str]) -> None:
     """Run `command` to its end. On a full disk, wait for room to write down how it ended."""
     process = subprocess.Popen(command)  # the lock stays here: other descriptors are not inherited
-    started: dict[str, object] = {"pid": process.pid, "start_ticks": start_ticks(process.pid)}
+    started: dict[str, object] = {
+        "pid": process.pid, "start_ticks": start_ticks(process.pid), "keeper": os.getpid(),
+    }  # fmt: skip
     while not try_to_write(f"{place}/started.json", started):
         try:
             process.wait(RETRY_S)

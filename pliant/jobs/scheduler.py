@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ from pliant.sched.planner import Counts
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Time between looks at the runs."""
+"""Time between looks at the runs; the end of a run is an event, and is seen at once."""
 URGENT_S = 0.01
 """The same while somebody waits for a reserved device."""
 RESERVE_S = 20.0
@@ -122,6 +123,9 @@ class RunHandle(Protocol):
     def ended(self) -> RunEnd | None:
         """Return how the run ended; None as long as any of its processes lives."""
 
+    def end_signal(self) -> int | None:
+        """Return a descriptor that can be read once the run is about to have ended; None where only `ended` tells."""
+
 
 class Backend(Protocol):
     """Devices, and what starts runs on them."""
@@ -143,7 +147,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the backend holds; runs go on."""
+        """Release what the backend and its handles hold; runs go on."""
 
 
 class RecordTail:
@@ -231,6 +235,8 @@ class Scheduler:
         """Actions that were decided, and could not be saved yet."""
         self._changed = threading.Condition(threading.RLock())
         self._stopping = False
+        self._wake: int | None = None
+        """An eventfd that ends the thread's wait; open while it runs."""
         self._allocate_at_s = 0.0
         self._busy_at_s = clock()
         """When a job was last waiting or running."""
@@ -241,6 +247,7 @@ class Scheduler:
         """Schedule until the block ends; jobs run on afterwards."""
         with self._changed:
             self._adopt()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         thread = threading.Thread(target=self._work, name="pliant-scheduler", daemon=True)
         thread.start()
         try:
@@ -249,7 +256,10 @@ class Scheduler:
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
+                self._wake_thread()
             thread.join()
+            os.close(self._wake)
+            self._wake = None
             self._backend.close()
 
     def when_idle(self, after_s: float, act: Callable[[], object]) -> None:
@@ -325,7 +335,7 @@ class Scheduler:
             for name in list(self._runs):
                 self._look_at(name)  # devices that are not known to be in use would count as free
             self._do(self._state.reserve(devices, self._clock()), reserved=True)
-            self._changed.notify_all()
+            self._wake_thread()  # it shall look more often now
             if not self._changed.wait_for(lambda: self._state.reserved_is_free or self._stopping, RESERVE_S):
                 raise ServerUnavailable(
                     f"jobs are still on the reserved devices after {RESERVE_S:g} s; the reservation stands"
@@ -456,7 +466,24 @@ class Scheduler:
                 except Exception:  # trouble with one job, or a full disk, must not leave the others without a scheduler
                     log.exception("the scheduler's turn failed; trying again")
                 self._changed.notify_all()
-                self._changed.wait(URGENT_S if self._state.reserve_by_s is not None else LOOK_S)
+                signals = [handle.end_signal() for handle in self._runs.values()]
+                wait_s = URGENT_S if self._state.reserve_by_s is not None else LOOK_S
+            self._wait(signals, wait_s)
+
+    def _wait(self, signals: Sequence[int | None], wait_s: float) -> None:
+        """Wait until a run ends, somebody wakes the thread, or `wait_s` is over."""
+        assert self._wake is not None, "open while the thread runs"
+        ready = select.poll()
+        for descriptor in (self._wake, *signals):
+            if descriptor is not None:
+                ready.register(descriptor, select.POLLIN)
+        if any(descriptor == self._wake for descriptor, _ in ready.poll(1000 * wait_s)):
+            os.eventfd_read(self._wake)
+
+    def _wake_thread(self) -> None:
+        """Let the thread look at the runs now."""
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
 
     def _look(self) -> None:
         self._do([])
@@ -555,6 +582,7 @@ class Scheduler:
         try:
             run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._runs[name] = self._backend.start(run, action.devices)
+            self._wake_thread()  # it shall wait for the end of this run, too
         except (PliantError, OSError) as error:
             self._tails.pop(name)
             self._do(self._state.fail_start(name, str(error), self._clock()))

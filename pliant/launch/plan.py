@@ -90,7 +90,7 @@ class RunOptions(WorkerSettings):
     plain: bool = False
     """The program is no training: it may end without `pliant.join`."""
     warm: bool | None = None
-    """Whether workers are forked from a warm process; None: where some may be started later, or for a check."""
+    """Whether workers are forked from a warm process; None: where some may be started later to train, or for a check."""
     config_server: str = ""
     builtin_config_port: int = 0
     """Where to run a config server inside this runner; 0 means a free port, where one is needed."""
@@ -158,6 +158,18 @@ class RunOptions(WorkerSettings):
     def asks_for_help(self) -> bool:
         """Whether the program is only asked what its own arguments are."""
         return bool({"-h", "--help"}.intersection(self.program[1:]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the program may end without `pliant.join`: it is no training, or is only asked for its help."""
+        return self.plain or self.asks_for_help
+
+    @property
+    def forks_workers(self) -> bool:
+        """Whether workers are forked from a warm process, where their program allows that."""
+        if self.warm is not None:
+            return self.warm
+        return self.check is not None or (self.watch and not self.is_plain)
 
     @property
     def follows_builtin(self) -> bool:

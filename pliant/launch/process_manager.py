@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -115,24 +115,32 @@ class ProcessManager:
         self._code: int | None = None
         self._last_failure = ""
 
-    def run(self, deadline_s: float | None) -> int:
-        """Work until the supervisor says that the job is over; return the exit code. Nothing of the job lives afterwards."""
-        with self._guardian, contextlib.ExitStack() as stack:
-            stack.callback(self._board.close)
-            self._watch.start()
-            stack.callback(self._watch.close)
-            self._output.start()
-            self._warm_up()
-            stack.callback(self._end_all)
-            self._write_state()
-            if self._sender is not None:
-                self._sender.start()  # now, so that the first report of a loss need not wait for it
-                stack.callback(self._sender.close)
-            with self._queue.signals():
-                while self._code is None:
-                    self._wait_and_handle(deadline_s)
-        # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
-        self._output.finish()
+    def run(self, deadline_s: float | None, begin: Callable[[], None]) -> int:
+        """Work until the supervisor says that the job is over; return the exit code. Nothing of the job lives afterwards.
+
+        `begin` posts the first event. It is called once the warm process is at its imports, which take seconds, as does the
+        start of the config server that `begin` may have to wait for.
+        """
+        self._output.start()
+        try:
+            with self._guardian, contextlib.ExitStack() as stack:
+                stack.callback(self._board.close)
+                self._watch.start()
+                stack.callback(self._watch.close)
+                self._warm_up()
+                stack.callback(self._end_all)
+                with events.handle_signals(_leave):
+                    begin()
+                self._write_state()
+                if self._sender is not None:
+                    self._sender.start()  # now, so that the first report of a loss need not wait for it
+                    stack.callback(self._sender.close)
+                with self._queue.signals():
+                    while self._code is None:
+                        self._wait_and_handle(deadline_s)
+        finally:
+            # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
+            self._output.finish()
         if self._plan.options.independent and self._last_failure:
             log.error("%s", self._last_failure)  # again: the program that started these workers reads the last line
         return self._code
@@ -154,14 +162,13 @@ class ProcessManager:
 
     def _warm_up(self) -> None:
         """Start the warm process, if the workers can be forked from one."""
-        options = self._plan.options
-        is_wanted = options.watch or options.check is not None if options.warm is None else options.warm
-        if not (is_wanted and can_start_warm(self._plan.command, self._environ.get("PATH"))):
+        command = self._plan.command
+        if not (self._plan.options.forks_workers and can_start_warm(command, self._environ.get("PATH"))):
             return
         environ = self._plan.common_environ(self._environ, self._mark)
         changed = partial(self._queue.post, events.WarmProcessChanged())
         try:
-            warm = WarmProcess(environ, changed, shown=self._plan.command[1:]).__enter__()
+            warm = WarmProcess(environ, changed, shown=command[1:]).__enter__()
         except OSError as error:
             log.warning("cannot start the process to fork workers from (%s): each worker imports torch", error.strerror)
             return
@@ -419,6 +426,12 @@ class ProcessManager:
             if launched.process.code is None:
                 launched.process.signal(signal.SIGKILL)
                 launched.process.reap()
+
+
+def _leave(signum: int) -> None:
+    """End this process in order, as a shell would say it: no worker was started yet."""
+    log.error("%s received before the first worker was started", signal.Signals(signum).name)
+    raise SystemExit(128 + signum)
 
 
 def _shows_colour(descriptor: int, environ: Mapping[str, str]) -> bool:

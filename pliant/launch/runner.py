@@ -111,7 +111,7 @@ def launch(
             slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
             max_restarts=options.max_restarts,
             independent=options.independent,
-            plain=options.plain or options.asks_for_help,
+            plain=options.is_plain,
         )
         sender = _make_sender(config) if options.watch else None
         manager = ProcessManager(
@@ -132,27 +132,30 @@ def launch(
             where = file or "PLIANT_TOKEN"
             log.info("state at http://%s:%d/ (token in %s)", plan.self_host, options.debug_port, where)
         view = first_view(plan, ports) if options.init_version >= 0 else None
-        if sender is not None:
-            limits = Limits(hosts=plan.hosts, ports=options.port_range)
-            offered = view if plan.is_head else None
-            _follow_server(offered, limits, events, sender, config, options.rendezvous_timeout_s, stack)
-        elif view is not None:
-            if options.follows_builtin:
-                _offer_view(config, view if plan.is_head else None, None, options.rendezvous_timeout_s)
-            events.post(StateChanged(view))
-        if register is not None and plan.is_head and config.url and options.init_version >= 0:
-            stack.enter_context(
-                register(
-                    config.url,
-                    options.program,
-                    host=plan.self_host,
-                    token=config.token,
-                    record=options.adapting.get("record", ""),
-                    logdir=options.logdir,
-                    environ=machine.environ,
+
+        def begin() -> None:
+            if sender is not None:
+                limits = Limits(hosts=plan.hosts, ports=options.port_range)
+                offered = view if plan.is_head else None
+                _follow_server(offered, limits, events, sender, config, options.rendezvous_timeout_s, stack)
+            elif view is not None:
+                if options.follows_builtin:
+                    _offer_view(config, view if plan.is_head else None, None, options.rendezvous_timeout_s)
+                events.post(StateChanged(view))
+            if register is not None and plan.is_head and config.url and options.init_version >= 0:
+                stack.enter_context(
+                    register(
+                        config.url,
+                        options.program,
+                        host=plan.self_host,
+                        token=config.token,
+                        record=options.adapting.get("record", ""),
+                        logdir=options.logdir,
+                        environ=machine.environ,
+                    )
                 )
-            )
-        code = manager.run(begun_s + options.timeout_s if options.timeout_s else None)
+
+        code = manager.run(begun_s + options.timeout_s if options.timeout_s else None, begin)
     return RunnerOutcome(code, _summary(supervisor, time.monotonic() - begun_s) if code == 0 else "")
 
 

@@ -567,9 +567,28 @@ def _int(value: object) -> int:
 # --- the report: one form for all benches ---
 
 
-def form(bench: str, args: Mapping[str, object], ok: bool, remarks: Sequence[str], **fields: object) -> Json:
-    """Return a result in the one form: bench, args, the bench's own fields, machine, ok, remarks."""
-    return {"bench": bench, "args": dict(args), **fields, "machine": machine(), "ok": ok, "remarks": list(remarks)}
+def form(
+    bench: str,
+    args: Mapping[str, object],
+    ok: bool,
+    remarks: Sequence[str],
+    *,
+    ours: object = None,
+    peers: object = None,
+    bound: object = None,
+    **fields: object,
+) -> Json:
+    """Return a result in the one form: bench, args, ours, peers, bound, the bench's own fields, machine, ok, remarks.
+
+    `ours` is None where no single number says it, as in a sweep; the bench's own fields do.
+    """
+    numbers = {
+        "ours": {"median_s": None, "iqr_s": None} if ours is None else ours,
+        "peers": peers or {},
+        "bound": bound,
+    }
+    known = {"bench": bench, "args": dict(args), **numbers, **fields}
+    return {**known, "machine": machine(), "ok": ok, "remarks": list(remarks)}
 
 
 def measured(timings: Timings, num_bytes: int = 0) -> Json:

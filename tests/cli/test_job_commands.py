@@ -106,7 +106,8 @@ def assert_a_reader_may_go(*words: str) -> None:
 def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp_path: Path) -> None:
     assert pliant("list") == (0, "", "")
     assert pliant("submit", "fails.yml", "waits.yml") == (0, "fails-1\nwaits-1\n", "")
-    assert pliant("submit", "endless.yml", "--name", "other") == (0, "other\n", "")
+    assert pliant("submit", "endless.yml", "--name", "other", "--json", "submitted.json") == (0, "other\n", "")
+    assert [job["name"] for job in json.loads((tmp_path / "submitted.json").read_text())["jobs"]] == ["other"]
     (tmp_path / "named.yml").write_text("program: endless.sh\nreplicas: 1\nname: third\n")
     for words, taken in (("endless.yml --name other", "other"), ("named.yml fails.yml named.yml", "third")):
         code, out, err = pliant("submit", *words.split())
@@ -150,6 +151,8 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert_a_reader_may_go("logs", "fails-1")
     detail = json.loads(pliant("show", "fails-1", "--json")[1])
     assert (detail["state"], detail["exit_code"], detail["events"][0]["what"]) == ("failed", 3, "submitted")
+    assert pliant("show", "fails-1", "--json", "shown.json")[1] == pliant("show", "fails-1")[1] != ""
+    assert json.loads((tmp_path / "shown.json").read_text()) == detail
 
     table = on_terminal("list")
     assert table.splitlines()[0].split() == ["NAME", "STATE", "DEVICES", "REPLICAS", "STEP", "STEPS/S", "AGE", "WHY"]

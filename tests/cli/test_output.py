@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from pliant.cli.main import build
+from pliant.cli.output import STDOUT, JsonFile
 
 Said = tuple[int, str, str]
 MAIN = "from pliant.cli.main import main; main()"
@@ -45,6 +46,52 @@ def test_every_command_with_a_table_has_json() -> None:
     for name, command in commands(typer.main.get_command(build())):
         flags = [flag for param in command.params for flag in param.opts]
         assert ("--json" in flags) != (name in WITHOUT_TABLE), name
+
+
+WITH_JSON = [
+    pytest.param(command, id=name)
+    for name, command in commands(typer.main.get_command(build()))
+    if any("--json" in param.opts for param in command.params)
+]
+
+
+@pytest.mark.parametrize("command", WITH_JSON)
+def test_json_is_the_same_option_everywhere(command: Any) -> None:
+    [option] = [param for param in command.params if "--json" in param.opts]
+    [told] = JsonFile.__metadata__  # type: ignore[attr-defined]
+    assert (option.name, option.metavar, option.help) == ("json_file", "[FILE]", told.help)
+    required = ["word" for param in command.params if param.param_type_name == "argument" and param.required]
+
+    def parsed(*words: str) -> str:
+        return str(command.make_context("it", [*words, *required], resilient_parsing=True).params["json_file"])
+
+    assert parsed() == "None"
+    assert parsed("--json") == parsed("--json", "-") == parsed("--json=-") == str(STDOUT)
+    assert parsed("--json", "out.json") == parsed("--json=out.json") == "out.json"
+    assert parsed("--json=out.txt") == "out.txt"
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "arguments"),
+    [
+        (("submit", "--json", "job.yml"), STDOUT, ["job.yml"]),
+        (("submit", "job.yml", "--json", "jobs.json"), Path("jobs.json"), ["job.yml"]),
+        (("report", "--json", "logs/a", "logs/b"), STDOUT, ["logs/a", "logs/b"]),
+        (("top", "--json", "run.jsonl"), STDOUT, ["run.jsonl"]),
+        (("doctor", "--json", "model.py:build"), STDOUT, "model.py:build"),
+        (("show", "--json", "digits"), STDOUT, "digits"),
+        (("check", "--json", "train.py", "--json", "x.json"), STDOUT, ["train.py", "--json", "x.json"]),
+        (("check", "--json", "x.json", "train.py", "--json"), Path("x.json"), ["train.py", "--json"]),
+        (("check", "train.py", "--json"), None, ["train.py", "--json"]),
+        (("plan", "--json", "out.txt"), Path("out.txt"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_argument_is_not_taken_for_the_file(words: tuple[str, ...], file: Path | None, arguments: object) -> None:
+    found = dict(commands(typer.main.get_command(build())))[words[0]]
+    values = found.make_context("it", list(words[1:]), resilient_parsing=True).params
+    given = next((values[param.name] for param in found.params if param.param_type_name == "argument"), None)
+    assert (values["json_file"], list(given) if isinstance(given, tuple) else given) == (file and str(file), arguments)
 
 
 @pytest.fixture
@@ -102,6 +149,30 @@ def test_in_a_file_the_table_is_printed_too(pliant: Callable[..., Said], tmp_pat
     assert code == 0
     assert "replicas each" in out
     assert json.loads((tmp_path / "plan.json").read_text())["bench"] == "plan"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fed", "select", "--replay", "20", "--rounds", "2"),
+        ("lab", "list"),
+        ("list",),
+        ("reproduce", "--list"),
+        ("sim", "--trace", "synthetic:4", "--policy", "yarn-cs", "--processes", "1"),
+        ("top", "run.jsonl"),
+        ("bench", "priority", "--validate", "priority.json"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_takes_nothing_from_the_table(
+    pliant: Callable[..., Said], answered: Callable[..., Any], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    alone = pliant(*words)
+    with_file = pliant(*words, "--json", "found.json")
+    assert alone[0] == with_file[0]
+    assert bool(alone[1]) == bool(with_file[1])
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert kept.keys() == answered(*words, "--json")[1].keys()
 
 
 @pytest.mark.parametrize("place", ["there/is/none.json", "folder", "plan.txt/x"])

@@ -77,7 +77,7 @@ def test_debians_fashion_mnist() -> None:
 
 
 def picture(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (10, 6)) -> None:
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow: the extra `experiments`")
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: the extra `examples`")
     path.parent.mkdir(parents=True, exist_ok=True)
     image.new("RGB", size, colour).save(path)
 

@@ -205,12 +205,22 @@ def test_a_job_ends_at_its_target(tmp_path: Path) -> None:
     [
         ({"privacy": {"clip": 1.0}}, "noise is not added here"),
         ({"aggregator": "fed-buff"}, "not asynchronous"),
+        ({"local": {"longer": True}}, "local.longer: on Flower, .* leave it out"),
+        ({"malicious": 0.1}, "malicious 0.1: on Flower, .* leave it out"),
         ({"selector": "best"}, "selector 'best' is unknown"),
     ],
 )
 def test_jobs_that_cannot_be_done_are_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         strategy(**more)
+
+
+def test_tests_on_clients_are_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+    grid, guided = federation(), strategy(tmp_path, rounds=1)
+    with pytest.raises(ConfigError, match="evaluate_config: tests on clients are not supported; .*evaluate_fn"):
+        guided.start(grid, initial(), evaluate_config=ConfigRecord({"split": "test"}))
+    assert (grid.asked, grid.sent, list(tmp_path.iterdir())) == ([], {}, [])
+    assert guided.configure_evaluate(1, initial(), ConfigRecord(), grid) == [], "nor by a wrapper of Flower's"
 
 
 def test_wrong_arrays_and_nodes_are_named() -> None:

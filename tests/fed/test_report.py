@@ -121,6 +121,9 @@ def test_the_report_as_json_and_as_a_picture(tmp_path: Path) -> None:
     assert [run["reached"]["hours"] for run in found["runs"]] == [1.0, 0.5]
     assert found["runs"][1]["speedup"] == 2.0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    table = command("report", *jobs, "--target", "0.8", "--json", str(tmp_path / "found.json")).stdout
+    assert table == command("report", *jobs, "--target", "0.8").stdout != ""
+    assert json.loads((tmp_path / "found.json").read_text()) == found
     for words, why in (
         ((jobs[0], "--target", "x"), "--target 'x' is not a number"),
         ((), "which jobs"), ((jobs[0], "--target", "200"), "use a share such as 0.8"), ((jobs[0], "--metric", "x"), "use one of"),
@@ -134,7 +137,18 @@ def test_the_report_as_json_and_as_a_picture(tmp_path: Path) -> None:
 
 def picks(seed: int, rounds: int, trace: str, *more: str) -> str:
     said = command(
-        "fed", "select", "--trace", trace, "--replay", str(REPLAY), "--seed", str(seed), "--rounds", str(rounds), *more
+        "fed",
+        "select",
+        "--trace",
+        trace,
+        "--replay",
+        str(REPLAY),
+        "--seed",
+        str(seed),
+        "--rounds",
+        str(rounds),
+        "--json",
+        *more,
     )
     assert said.exit_code == 0, said.exception
     return str(said.stdout)
@@ -172,10 +186,12 @@ def test_other_selectors_and_what_is_wrong_with_a_replay(tmp_path: Path) -> None
     own = json.loads(REPLAY.read_text()) | {"selector": {"kind": "oort", "seed": 7}}
     (tmp_path / "own.json").write_text(json.dumps(own))
     assert (
-        json.loads(command("fed", "select", "--replay", str(tmp_path / "own.json"), "--rounds", "1").stdout)["seed"]
+        json.loads(command("fed", "select", "--replay", str(tmp_path / "own.json"), "--rounds", "1", "--json").stdout)[
+            "seed"
+        ]
         == 7
     )
-    assert json.loads(command("fed", "select", "--replay", "50", "--rounds", "2").stdout)["clients"] == 50
+    assert json.loads(command("fed", "select", "--replay", "50", "--rounds", "2", "--json").stdout)["clients"] == 50
     (tmp_path / "r.json").write_text('{"clients": [{"size": 0, "losses": [1]}], "partcipants": 3}')
     for words, why in (
         (("--replay", str(tmp_path / "r.json")), "clients.0.size 0: use 1 or more.*did you mean participants"),

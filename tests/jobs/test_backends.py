@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,11 +19,14 @@ from pliant.child import marked_processes
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob
+from pliant.jobs import scheduler
 from pliant.jobs.backends import FederatedRun, LocalBackend, TrainRun
-from pliant.jobs.scheduler import JobRun
+from pliant.jobs.scheduler import JobRun, Scheduler
 from pliant.jobs.schema import job_from_json
+from pliant.jobs.store import JobStore
 from pliant.launch import processes
 from pliant.launch.plan import device_of_slot
+from pliant.sched import policies
 
 SLEEPS = "import time; time.sleep(60)"
 
@@ -79,6 +83,32 @@ def test_the_exit_code_is_kept_for_whoever_asks_later(
     later = LocalBackend({"cpu": 1}).adopt(run)
     assert later is not None
     assert later.ended() == seen
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_the_end_of_a_run_is_an_event_for_whoever_waits(
+    tmp_path: Path, program: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, no_leaks: None, *, is_adopted: bool
+) -> None:
+    gate = tmp_path / "gate"
+    program(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\nraise SystemExit(7)")
+    spec = job_from_json(train_job("a", directory=str(tmp_path), max=1))
+    with JobStore(tmp_path) as store:
+        policy = policies.make_policy("easyscale-heter")
+        first = Scheduler(LocalBackend({"cpu": 1}), policy, store)
+        with contextlib.ExitStack() as stack:
+            if not is_adopted:
+                monkeypatch.setattr(scheduler, "LOOK_S", 3600.0)
+            stack.enter_context(first.running())
+            first.submit(spec)
+            until(lambda: (tmp_path / "jobs/a/run-1/started.json").exists(), "the keeper")
+            if is_adopted:
+                stack.close()
+                monkeypatch.setattr(scheduler, "LOOK_S", 3600.0)
+                first = Scheduler(LocalBackend({"cpu": 1}), policy, store)
+                stack.enter_context(first.running())
+            gate.touch()
+            ended = until(lambda: (job := first.status("a")).is_over and job, "the end to be seen", 20)
+            assert (ended.state, ended.exit_code) == ("failed", 7)
 
 
 def test_a_run_is_adopted_as_it_is(tmp_path: Path, program: Callable[[str], None]) -> None:

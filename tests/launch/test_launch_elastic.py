@@ -43,7 +43,7 @@ def up(launcher: Launcher, count: int) -> dict[int, int]:
 def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callable[[int], bool], free_port: int) -> None:
     launcher.script("follow.py", FOLLOW)
     ports = f"{free_port}-{min(free_port + 30, 65535)}"
-    runner = launcher.start("-w", "-np", 2, "-port-range", ports, "follow.py", **launcher.without_torch())
+    runner = launcher.start("-w", "--warm", "-np", 2, "-port-range", ports, "follow.py", **launcher.without_torch())
     with client_of(launcher, runner) as client:
         (first_port, first), (_, second) = sorted(up(launcher, 2).items())
         before = client.membership()

@@ -107,6 +107,23 @@ def test_all_that_follows_the_program_is_the_programs(monkeypatch: pytest.Monkey
     assert (module.program, module.np) == (("-m", "package.train", "-m", "--np=8", "--", "-q"), 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "forks"),
+    [
+        (["-w"], True),
+        (["-w", "--no-warm"], False),
+        (["-w", "--plain"], False),
+        (["-w", "--plain", "--warm"], True),
+        (["-w", "--independent"], True),
+        ([], False),
+        (["--warm"], True),
+    ],
+)
+def test_who_trains_and_may_grow_is_forked(monkeypatch: pytest.MonkeyPatch, words: list[str], *, forks: bool) -> None:
+    assert parsed(monkeypatch, *words, "p.py").forks_workers is forks
+    assert not parsed(monkeypatch, "-w", "p.py", "--help").forks_workers, "it only prints, and needs no torch"
+
+
 def test_the_artifacts_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "-q -np 8 -strategy STAR -H 10.0.0.1:4,10.0.0.2:4 -nic eth0 python3 adapt.py --kf-optimizer=sync-sgd"
     options = parsed(monkeypatch, *line.split())

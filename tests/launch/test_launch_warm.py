@@ -344,7 +344,7 @@ def test_kill_9_of_the_runner_leaves_neither_forks_nor_the_warm_process(
     launcher: Launcher, alive: Callable[[int], bool]
 ) -> None:
     launcher.script("wait.py", WAIT)
-    runner = launcher.start("-q", "-w", "-np", 2, "wait.py", **launcher.without_torch())
+    runner = launcher.start("-q", "-w", "--warm", "-np", 2, "wait.py", **launcher.without_torch())
     launcher.until(lambda: len(launcher.files("up-*")) == 4, "start of all")
     pids = {int(path.name.removeprefix("up-")) for path in launcher.files("up-*")}
     has_torch, parent = runner.stdout.readline().split()[-2:]
@@ -359,10 +359,11 @@ def test_kill_9_of_the_runner_leaves_neither_forks_nor_the_warm_process(
         launcher.until(lambda pid=pid: not alive(pid), f"end of {pid}")  # type: ignore[misc]
 
 
-def test_who_does_not_want_it_has_none_and_who_does_has_one_without_w(launcher: Launcher) -> None:
+def test_who_does_not_want_it_or_does_not_train_has_none_and_who_wants_it_has_one_without_w(launcher: Launcher) -> None:
     launcher.script("who.py", "import sys; print('torch' in sys.modules)")
     environ = launcher.without_torch()
-    for words, expected in ((("-w", "--no-warm"), False), (("--warm",), True), ((), False)):
+    cases = ((("-w", "--no-warm"), False), (("-w",), False), (("-w", "--warm"), True), (("--warm",), True), ((), False))
+    for words, expected in cases:
         ended = launcher.run("-q", *words, "-np", 2, "who.py", **environ)
         assert ended.code == 0, ended.stderr
         assert ended.stdout.count(f"] {expected}\n") == 2, (words, ended)
@@ -377,7 +378,7 @@ def with_torch(launcher: Launcher, text: str) -> dict[str, str]:
 
 
 def test_a_warm_process_that_cannot_start_is_only_a_notice(launcher: Launcher) -> None:
-    ended = launcher.run("-q", "-w", "who.py", **with_torch(launcher, "raise OSError('damaged')"))
+    ended = launcher.run("-q", "-w", "--warm", "who.py", **with_torch(launcher, "raise OSError('damaged')"))
     assert ended.code == 0
     assert "] hello\n" in ended.stdout
     assert "[warm::stderr] OSError: damaged" in ended.stderr
@@ -386,7 +387,7 @@ def test_a_warm_process_that_cannot_start_is_only_a_notice(launcher: Launcher) -
 
 def test_a_signal_while_it_warms_up_ends_the_job(launcher: Launcher) -> None:
     slow = with_torch(launcher, "import pathlib, time; pathlib.Path('warming').touch(); time.sleep(600)")
-    runner = launcher.start("-q", "-w", "who.py", **slow)
+    runner = launcher.start("-q", "-w", "--warm", "who.py", **slow)
     launcher.until(lambda: launcher.files("warming"), "begin of the imports")
     runner.terminate()
     assert launcher.end(runner).code == 143

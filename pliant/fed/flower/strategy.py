@@ -124,6 +124,14 @@ class Guided(Strategy):
             raise ConfigError("privacy: noise is not added here; use Flower's own, around this strategy")
         if config.aggregator.kind == "fed-buff":
             raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
+        if config.local.longer:
+            raise ConfigError(
+                "local.longer: on Flower, all clients of a round make the same number of steps; leave it out"
+            )
+        if config.malicious:
+            raise ConfigError(
+                f"malicious {config.malicious:g}: on Flower, the labels are the clients' own; leave it out"
+            )
         self.config, self.folder = config, folder
         self.aggregator = build_aggregator(config)
         self.selector = build_selector(config)
@@ -155,12 +163,17 @@ class Guided(Strategy):
         """Run all rounds, by default as many as the config says; those in the folder's checkpoint are done.
 
         `evaluate_fn` tests the model every `config.evaluate_every` rounds. If its metrics have `accuracy`, the job ends at the
-        config's target, and `pliant report` reads the record. Clients are not asked for tests.
+        config's target, and `pliant report` reads the record.
 
         Raises:
+            ConfigError: `evaluate_config` asks for tests on clients, which are not supported.
             CheckpointError: the folder is damaged, or belongs to another job.
             NoClient: the selector picked none of the connected clients for `patience_s`.
         """
+        if evaluate_config is not None:
+            raise ConfigError(
+                "evaluate_config: tests on clients are not supported; test on the server, with evaluate_fn"
+            )
         rounds = self.config.rounds if num_rounds is None else num_rounds
         deadline_s = self.config.deadline_s or timeout or self._timeout_s
         self.summary()

@@ -145,6 +145,7 @@ def traffic(
 ) -> None:
     """Background traffic, on loopback or between the hosts of a lab; ends by itself."""
     from pliant_repro.bench import traffic as bench
+    from pliant_repro.contest import form
     from pliant_repro.lab.rates import parse_rate
 
     if (to is None) == (listen is None):
@@ -165,9 +166,8 @@ def traffic(
     if not is_stdout(json_file):
         print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
     args = {"to": to, "listen": listen, "rate": rate, "seconds": seconds, "connections": connections}
-    save_json(
-        {"bench": "traffic", "args": args, verb: {**asdict(done), "bits_per_s": done.bits_per_s}, "ok": True}, json_file
-    )
+    numbers = {**asdict(done), "bits_per_s": done.bits_per_s}
+    save_json(form("traffic", args, True, [], ours=numbers, **{verb: numbers}), json_file)
 
 
 # --- training ---
@@ -399,13 +399,15 @@ def priority(
 
 def _validate(path: Path, json_file: Path | None) -> None:
     from pliant_repro.bench import priority_verdict
+    from pliant_repro.contest import form
 
     check_writable(json_file)
     checks = priority_verdict.judge_file(path)
     failed = [check for check in checks if check.ok is False]
     done = [check for check in checks if check.ok]
     ok = bool(done) and not failed
-    save_json({"validated": str(path), "checks": [asdict(check) for check in checks], "ok": ok}, json_file)
+    told = [asdict(check) for check in checks]
+    save_json(form("priority", {"validate": str(path)}, ok, [], checks=told), json_file)
     if not is_stdout(json_file):
         for check in checks:
             print(check)
