@@ -15,14 +15,14 @@ go. Pauses and limits are for programs that fail by themselves.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 
 from pliant.cluster import Membership, View, Worker
 from pliant.errors import ENDED_EXIT, GIVEN_UP, GIVEN_UP_EXIT, LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch import events
-from pliant.progress_board import ProgramFailure
+from pliant.launch.replacements import MAX_REPEATS, Replacements
+from pliant.launch.worker_ends import Cause, cause_of, describe_exit, exit_code
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
@@ -39,67 +39,6 @@ END_NOTICED_S = 0.5
 """The others may see that a worker has been killed before its runner does. So one that they have given up has this long
 until it counts as one that lives, and is ended."""
 SILENT = "it was silent, and the others went on without it"
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""A member that lived this long shows that workers can live here: the next crash is replaced at once."""
-QUICK_S = 10.0
-"""A crash so soon after the start is likely to come again."""
-MAX_QUICK = 3
-KILL_WINDOW_S = 1.0
-MAX_REPEATS = 3
-"""If the same error comes at the same step so many times in a row, it will come again: the job ends."""
-MAX_KILLS = 3
-KILL_PAUSE_S = 0.5
-"""If so many workers are killed within `KILL_WINDOW_S`, each within that time of its start and before it has become a member,
-the replacement of the last one waits this long. Otherwise a runner whose workers something kills at their start would do nothing
-but fork."""
-
-
-# --- how a worker ended ---
-
-_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Cause(Enum):
-    """Why a worker ended before its work was done."""
-
-    PROGRAM = "program"
-    """It failed by itself: an exception, an exit code, a signal that a program brings on itself, or no memory."""
-    OUTSIDE = "outside"
-    """It was killed from outside, as by a scheduler that takes a machine back, or had lost another worker."""
-
-
-def cause_of(code: int, *, out_of_memory: bool = False) -> Cause:
-    """Return why a worker ended with `code` (negative: killed by that signal). A shell between it and the runner turns a signal
-    into an exit code."""
-    is_kill = -code in _KILLS or code - 128 in _KILLS
-    is_loss = code in (LOST_PEER_EXIT, GIVEN_UP_EXIT)
-    return Cause.OUTSIDE if (is_kill and not out_of_memory) or is_loss else Cause.PROGRAM
-
-
-def exit_code(code: int) -> int:
-    """Return a shell's exit code for a process that ended with `code` (negative: killed by that signal)."""
-    return 128 - code if code < 0 else code
-
-
-def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
-    """Return `exit code 3`, or `killed by SIGSEGV`."""
-    if code == PROGRAM_EXIT:
-        return f"a mistake in the program (exit code {code})"
-    if code == LOST_PEER_EXIT:
-        return f"it has lost another worker (exit code {code})"
-    if code == GIVEN_UP_EXIT:
-        return f"{GIVEN_UP} (exit code {code})"
-    if code == 128 + signal.SIGTERM:
-        return f"ended by SIGTERM (exit code {code})"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed by {name}{': the machine, or its container, was out of memory' if out_of_memory else ''}"
 
 
 def describe_arrival(old: View | None, new: View, host: str) -> str:
@@ -237,122 +176,6 @@ class HostState:
         for group in (self._joined, self._reported_lost, self._dismissed):
             group.discard(worker)
         return ended
-
-
-class Replacements:
-    """Whether, and how soon, crashed workers of this host are replaced: those due, those requested, how many may come."""
-
-    def __init__(self, max_restarts: int) -> None:
-        self.due_s: list[float] = []
-        """When the next ones are to be requested."""
-        self.requested = 0
-        """Requested of the config server, and not yet in the view."""
-        self._max_restarts = max_restarts
-        self._num_restarts = 0
-        self._pause_s = 0.0
-        self._started_s: dict[Worker, float] = {}
-        self._joined_s: dict[Worker, float] = {}
-        # A replacement inherits how many quick crashes in a row led to it. Several workers that are
-        # killed at once are thus one crash, and a program that always fails is three.
-        self._quick_before: dict[Worker, int] = {}
-        self._num_quick = 0
-        self._given_up = False
-        self._failure: ProgramFailure | None = None
-        self._num_failures = 0
-        self._seen: set[Worker] = set()  # local workers that were in some view
-        self._seen_number = -1
-        self._added: dict[
-            Worker, int
-        ] = {}  # requested ones that the config server has added, with the version of the view
-        self._killed_s: list[float] = []  # when workers were killed that had only just started
-
-    def note_start(self, worker: Worker, at_s: float) -> None:
-        self._started_s[worker] = at_s
-        self._quick_before[worker] = self._num_quick
-        self._joined_s.pop(worker, None)
-
-    def note_join(self, worker: Worker, at_s: float) -> None:
-        """Note that `worker` became a member."""
-        self._joined_s.setdefault(worker, at_s)
-
-    def decide(self, worker: Worker, cause: Cause, at_s: float) -> tuple[bool, str]:
-        """Decide about a replacement for `worker`, which was lost: whether one comes, and what to tell the user."""
-        if self._max_restarts == 0:
-            return False, "not replaced, as --max-restarts 0 says"
-        if cause is Cause.OUTSIDE:
-            return True, self._replace_killed(worker, at_s)
-        is_quick = at_s - self._started_s.get(worker, at_s) < QUICK_S
-        self._num_quick = self._quick_before.get(worker, 0) + 1 if is_quick else 0
-        self._given_up = self._given_up or self._num_quick >= MAX_QUICK
-        if self._given_up:
-            times = f"{MAX_QUICK} times in a row"
-            return False, f"not replaced: workers on this host crashed within {QUICK_S:g}s of their start {times}"
-        if self._num_restarts >= self._max_restarts:
-            return False, f"not replaced: the {self._max_restarts} restarts of --max-restarts are used up"
-        if at_s - self._joined_s.get(worker, at_s) >= STEADY_S:
-            self._pause_s = 0.0
-        pause_s = self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
-        self._num_restarts += 1
-        self.due_s.append(at_s + pause_s)
-        when = f"in {pause_s:g}s" if pause_s else "now"
-        return True, f"replacing it {when} (restart {self._num_restarts} of {self._max_restarts})"
-
-    def is_hopeless(self, failure: ProgramFailure | None) -> bool:
-        """Note how the program of a member has failed; return whether that was the same error at the same step as the last
-        times, so that every replacement would only come to it again."""
-        self._num_failures = self._num_failures + 1 if failure == self._failure else 1
-        self._failure = failure
-        return failure is not None and self._num_failures >= MAX_REPEATS
-
-    def _replace_killed(self, worker: Worker, at_s: float) -> str:
-        """Replace a worker that was killed from outside, which says nothing about the program."""
-        pause_s = 0.0
-        if worker not in self._joined_s and at_s - self._started_s.get(worker, at_s) < KILL_WINDOW_S:
-            self._killed_s = [killed_s for killed_s in self._killed_s if at_s - killed_s < KILL_WINDOW_S] + [at_s]
-            pause_s = KILL_PAUSE_S if len(self._killed_s) >= MAX_KILLS else 0.0
-        self.due_s.append(at_s + pause_s)
-        return (
-            f"replacing it in {pause_s:g}s: workers are killed as soon as they start" if pause_s else "replacing it now"
-        )
-
-    def note_view(self, number: int, added: Set[Worker], removed: Set[Worker]) -> None:
-        """Note whom the new view `number` adds to this host and whom it removes, other than by a loss.
-
-        What was requested has then come. Or somebody else's request has filled the slot, or does not want it filled.
-        """
-        num_come = min(self.requested, len(added))
-        self.requested -= num_come
-        del self.due_s[: len(added) - num_come]
-        if removed:
-            self.due_s.clear()
-        self._seen_number = number
-        self._seen |= added
-        self._drop_unseen()
-
-    def note_added(self, worker: Worker, version: int) -> None:
-        """Note that the config server has added a requested `worker` in the version `version` of the view."""
-        self._added[worker] = version
-        self._drop_unseen()
-
-    def _drop_unseen(self) -> None:
-        """Wait no longer for those that were added and removed again between two views that this runner has seen."""
-        for worker in [worker for worker, version in self._added.items() if version <= self._seen_number]:
-            del self._added[worker]
-            if worker not in self._seen:
-                self.requested = max(0, self.requested - 1)
-
-    def take_due(self, at_s: float, num_free: int) -> int:
-        """Return how many to request now, where `num_free` slots are free; others that are due are given up."""
-        num_due = sum(1 for due_s in self.due_s if at_s >= due_s)
-        self.due_s = [due_s for due_s in self.due_s if at_s < due_s]
-        num_new = max(0, min(num_due, num_free - self.requested))
-        self.requested += num_new
-        return num_new
-
-    def note_refusal(self) -> None:
-        """Note that one that was requested will not come."""
-        self.requested = max(0, self.requested - 1)
 
 
 # --- what the runner does ---

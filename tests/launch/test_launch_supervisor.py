@@ -35,16 +35,9 @@ from pliant.launch.events import (
     TimedOut,
     Verdict,
 )
-from pliant.launch.supervisor import (
-    END_NOTICED_S,
-    STRANDED_S,
-    Cause,
-    Replacements,
-    Supervisor,
-    cause_of,
-    describe_exit,
-    exit_code,
-)
+from pliant.launch.replacements import Replacements
+from pliant.launch.supervisor import END_NOTICED_S, STRANDED_S, Supervisor
+from pliant.launch.worker_ends import Cause, cause_of, describe_exit, exit_code
 from pliant.progress_board import ProgramFailure
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
