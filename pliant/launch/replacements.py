@@ -54,6 +54,11 @@ class Replacements:
         self._added: dict[Worker, int] = {}
         self._killed_s: list[float] = []  # when workers were killed that had only just started
 
+    @property
+    def are_coming(self) -> bool:
+        """Whether a replacement was requested, or is due later."""
+        return bool(self.requested or self.due_s)
+
     def note_start(self, worker: Worker, at_s: float) -> None:
         self._started_s[worker] = at_s
         self._quick_before[worker] = self._num_quick

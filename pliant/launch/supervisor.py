@@ -220,6 +220,8 @@ class Supervisor:
         self._blame_by_s = 0.0  # when it is blamed after all
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
+        self._undone: tuple[Worker, str, int] | None = None
+        """The first crash of an independent worker that is not replaced: nobody does its work."""
         self._ended_by = ""  # who has ended the job before its last step
         self._outcome: tuple[str, int] | None = None
         self._has_verdict = alone
@@ -301,6 +303,8 @@ class Supervisor:
                 return []
             case events.NotReplaced(why):
                 self._replacements.note_refusal()
+                if self._independent:
+                    self._undone = self._undone or self._last_crash
                 return [events.ShowMessage(f"no replacement: {why}")]
             case events.Tick() | events.WarmProcessChanged():
                 return []
@@ -312,7 +316,7 @@ class Supervisor:
             if self._watch:
                 messages = [events.ShowMessage(describe_arrival(self.view, view, self._host))]
             if not view.workers and self._others_remain():
-                self._last_crash = None  # somebody asked for it: the last workers were not lost
+                self._last_crash = self._undone = None  # somebody asked for it: the last workers were not lost
         added, removed = self._state.update(view if is_new else None, membership, self.running)
         if view is not None and is_new:
             self._replacements.note_view(view.number, added, removed)
@@ -423,6 +427,8 @@ class Supervisor:
         state = self._state
         if self._independent:
             state.finished.add(worker)
+            if not self._replacements.are_coming:
+                self._last_crash = None  # others do its work, unless it is `_undone`
         elif not state.begun or state.over or worker in state.membership.members:
             state.finished.add(worker)
             self._last_crash = None  # the job has outlived it
@@ -449,20 +455,22 @@ class Supervisor:
             then = "the job refused it, so it is not replaced (its own message says why)"
         else:
             is_replaced, then = self._replacements.decide(worker, cause, at_s)
-        # After the end of the job, others have done its last step.
-        if not (self._state.over or (self._independent and is_replaced)):
+        if not self._state.over:  # after it, others have done the last step
             self._last_crash = (worker, what, code)
+            if self._independent and not is_replaced:
+                self._undone = self._undone or self._last_crash
         return [events.ReportLoss(worker, what), events.ShowMessage(f"lost {worker.label}: {what}; {then}")]
 
     def _others_remain(self) -> bool:
         """Whether somebody still trains, or will."""
-        return bool(self._replacements.requested or self._replacements.due_s or self._state.known)
+        return bool(self._replacements.are_coming or self._state.known)
 
     def _fail_if_nobody_is_left(self, at_s: float) -> list[events.Action]:
         """Fail if the last worker anywhere was lost, and none comes."""
-        if self._last_crash is None or self.failed or self.running or self._others_remain():
+        crash = self._undone or self._last_crash
+        if crash is None or self.failed or self.running or self._others_remain():
             return []
-        worker, what, code = self._last_crash
+        worker, what, code = crash
         cause = f"worker {worker} was lost, the last one: {what}"
         report = events.ReportFailure(worker, what, "was the last one, and failed")
         return [report, *self._fail(cause, code, at_s, is_said=True)]
@@ -598,7 +606,7 @@ class Supervisor:
         return actions
 
     def _current_status(self) -> str:
-        if self.running or self._bereaved or self._replacements.due_s or self._replacements.requested:
+        if self.running or self._bereaved or self._replacements.are_coming:
             return events.BUSY
         if self.view is None:
             return events.IDLE

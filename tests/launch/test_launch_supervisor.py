@@ -359,6 +359,46 @@ def test_an_independent_worker_that_is_not_replaced_fails_the_job_when_the_other
     ]
 
 
+def lone_and_independent() -> Supervisor:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A)), 0)
+    return made
+
+
+def test_an_independent_worker_whose_replacement_cannot_come_fails_the_job() -> None:
+    made = lone_and_independent()
+    assert react(made, Exited(A, -9), 20, RequestReplacement, ExitRunner) == [RequestReplacement()]
+    assert react(made, NotReplaced("no free port"), 20.1, ReportFailure, ExitRunner) == [
+        ReportFailure(A, "killed by SIGKILL", "was the last one, and failed"),
+        ExitRunner(137),
+    ]
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A, B)), 0)
+    made.handle(Exited(A, -9), 20)
+    assert react(made, Exited(B, 0), 20.1, ReportFailure, ExitRunner) == []  # one is coming
+    assert react(made, NotReplaced("no free port"), 20.2, ExitRunner) == [ExitRunner(137)]
+
+
+def test_what_an_independent_worker_left_undone_is_not_forgotten_when_another_one_is_replaced() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A, B)), 0)
+    made.handle(Exited(A, REFUSED_EXIT), 20)
+    made.handle(StateChanged(view(2, B)), 21)
+    assert kinds(made.handle(Exited(B, -9), 22), ReportLoss) == [ReportLoss(B, "killed by SIGKILL")] * 2
+    made.handle(StateChanged(view(3, C)), 23)
+    assert react(made, Exited(C, 0), 30, ExitRunner) == [ExitRunner(REFUSED_EXIT)]
+
+
+def test_the_last_independent_worker_is_replaced_and_then_dropped_from_the_view() -> None:
+    made = lone_and_independent()
+    report = ReportLoss(A, "killed by SIGKILL")
+    actions = made.handle(Exited(A, -9), 20)
+    assert kinds(actions, ReportLoss, RequestReplacement) == [report, RequestReplacement(), report]
+    made.handle(StateChanged(view(2, A, B)), 21)
+    made.handle(StateChanged(view(3, B)), 22)
+    assert react(made, Exited(B, 0), 30, ExitRunner) == [ExitRunner(0)]
+
+
 def test_a_mistake_in_the_program_ends_an_elastic_job_at_once() -> None:
     made = training(A, B)
     arrive(made, view(2, A, B, C), 1)
