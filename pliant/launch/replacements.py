@@ -20,7 +20,8 @@ QUICK_S = 10.0
 MAX_QUICK = 3
 KILL_WINDOW_S = 1.0
 MAX_REPEATS = 3
-"""If the same error comes at the same step so many times in a row, it will come again: the job ends."""
+"""If a worker, its replacement and so on have failed so many times by the same error at the same step, it will come again:
+the job ends."""
 MAX_KILLS = 3
 KILL_PAUSE_S = 0.5
 """If so many workers are killed within `KILL_WINDOW_S`, each within that time of its start and before it has become a member,
@@ -41,12 +42,13 @@ class Replacements:
         self._pause_s = 0.0
         self._started_s: dict[Worker, float] = {}
         self._joined_s: dict[Worker, float] = {}
-        # A replacement inherits how many quick crashes in a row led to it. Several workers that are
-        # killed at once are thus one crash, and a program that always fails is three.
+        # A replacement inherits how many quick crashes in a row led to it, and how many equal failures. Several workers that
+        # end at once are thus one crash, and a program that always fails is three.
         self._quick_before: dict[Worker, int] = {}
         self._num_quick = 0
         self._given_up = False
         self._failure: ProgramFailure | None = None
+        self._failures_before: dict[Worker, int] = {}
         self._num_failures = 0
         self._seen: set[Worker] = set()  # local workers that were in some view
         self._seen_number = -1
@@ -62,6 +64,7 @@ class Replacements:
     def note_start(self, worker: Worker, at_s: float) -> None:
         self._started_s[worker] = at_s
         self._quick_before[worker] = self._num_quick
+        self._failures_before[worker] = self._num_failures
         self._joined_s.pop(worker, None)
 
     def note_join(self, worker: Worker, at_s: float) -> None:
@@ -91,12 +94,15 @@ class Replacements:
         when = f"in {pause_s:g}s" if pause_s else "now"
         return True, f"replacing it {when} (restart {self._num_restarts} of {self._max_restarts})"
 
-    def is_hopeless(self, failure: ProgramFailure | None) -> bool:
-        """Note how the program of a member has failed; return whether that was the same error at the same step as the last
-        times, so that every replacement would only come to it again."""
-        self._num_failures = self._num_failures + 1 if failure == self._failure else 1
-        self._failure = failure
-        return failure is not None and self._num_failures >= MAX_REPEATS
+    def is_hopeless(self, worker: Worker, failure: ProgramFailure | None) -> bool:
+        """Note how the program of a member has failed; return whether that was the same error at the same step as with those
+        that it has replaced, so that every replacement would only come to it again."""
+        if failure != self._failure:
+            self._failure, self._num_failures = failure, 0
+            self._failures_before.clear()
+        num_failures = self._failures_before.get(worker, 0) + 1
+        self._num_failures = max(self._num_failures, num_failures)
+        return failure is not None and num_failures >= MAX_REPEATS
 
     def _replace_killed(self, worker: Worker, at_s: float) -> str:
         """Replace a worker that was killed from outside, which says nothing about the program."""

@@ -383,7 +383,7 @@ class Supervisor:
             text = f"worker {worker} failed: {what}"
             return [events.ReportFailure(worker, what), *self._fail(text, exit_code(code), at_s, is_said=True)]
         is_own = cause is Cause.PROGRAM and code != REFUSED_EXIT and ended.was_member and not self._state.over
-        if is_own and self._replacements.is_hopeless(exited.failure):
+        if is_own and self._replacements.is_hopeless(worker, exited.failure):
             assert exited.failure is not None, "several were equal"
             again = f"the same error at step {exited.failure.step}, {MAX_REPEATS} times in a row: {what}"
             report = events.ReportFailure(worker, again, "failed like those before it", is_repeated=True)

@@ -598,11 +598,11 @@ def test_whoever_is_killed_from_outside_is_replaced_at_once_however_often(code: 
 
 
 def fail_one_by_one(failures: Sequence[ProgramFailure | int | None], every_s: float = 18_000) -> list[Action]:
-    """One member after the other ends by these errors, hours after the last one, or by these exit codes; what is done at the
-    last end. Each is replaced before the next."""
+    """A member, and always the one that replaces it, ends by these errors, hours after the last one, or by these exit codes;
+    what is done at the last end. Each is replaced before the next."""
     made, members, actions = training(A, B), [A, B], list[Action]()
     for number, failure in enumerate(failures):
-        at_s, victim = (number + 1) * every_s, members.pop(0)
+        at_s, victim = (number + 1) * every_s, members.pop()
         code = failure if isinstance(failure, int) else 1
         known = failure if isinstance(failure, ProgramFailure) else None
         actions = made.handle(Exited(victim, code, failure=known), at_s)
@@ -624,9 +624,26 @@ def test_the_same_error_at_the_same_step_three_times_in_a_row_ends_the_job_howev
     actions = fail_one_by_one([BUG, BUG, BUG])
     what = "the same error at step 7, 3 times in a row: exit code 1"
     [report] = kinds(actions, ReportFailure)
-    assert report == ReportFailure(Worker(HERE, 2000), what, "failed like those before it", is_repeated=True)
-    assert SendStatus("failed", f"worker {Worker(HERE, 2000)} failed: {what}", 1) in actions
-    assert kinds(actions, TerminateWorker) == [TerminateWorker(Worker(HERE, 2001))]
+    assert report == ReportFailure(Worker(HERE, 2001), what, "failed like those before it", is_repeated=True)
+    assert SendStatus("failed", f"worker {Worker(HERE, 2001)} failed: {what}", 1) in actions
+    assert kinds(actions, TerminateWorker) == [TerminateWorker(A)]
+
+
+def test_the_same_error_of_several_at_once_is_no_repetition_as_no_replacement_has_run() -> None:
+    made = training(A, B, C, D)
+    for worker in (A, B, C):
+        assert not kinds(made.handle(Exited(worker, 1, failure=BUG), 100), ReportFailure)
+    made.handle(Tick(), 130)
+    new = [Worker(HERE, 2000 + number) for number in range(4)]
+    arrive(made, view(5, D, *new[:3]), 131)
+    change(made, Membership(5, (D, *new[:3]), wanted=5), 132)
+    for worker in new[:3]:
+        assert not kinds(made.handle(Exited(worker, 1, failure=BUG), 200), ReportFailure), "for the second time"
+    assert not kinds(made.handle(Exited(D, 1, failure=BUG), 201), ReportFailure), "for the first time"
+    made.handle(Tick(), 300)
+    arrive(made, view(9, new[3]), 301)
+    change(made, Membership(9, new[3:], wanted=9), 302)
+    assert kinds(made.handle(Exited(new[3], 1, failure=BUG), 400), ReportFailure)
 
 
 @pytest.mark.parametrize(
