@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pliant.cluster import Membership, View, Worker
+from pliant.duration import span_text
 from pliant.errors import ENDED_EXIT, GIVEN_UP, GIVEN_UP_EXIT, LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch import events
 from pliant.launch.replacements import MAX_REPEATS, Replacements
@@ -28,6 +29,7 @@ VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
 BLAME_WAIT_S = 5.0
 """How long to wait for the end of the worker that failed, after another one has ended because it had lost it."""
+MOST_DOUBLINGS = 6
 STRANDED_S = 60.0
 """A runner without workers waits so long for a config server that does not answer."""
 TIMEOUT_EXIT = 124
@@ -216,6 +218,8 @@ class Supervisor:
         self._given_up: dict[Worker, str] = {}
         """Local workers that live, but are lost to the job, with the reason."""
         self._kill_by_s: dict[Worker, float] = {}  # workers that the others have reported lost, and when they are ended
+        self._num_idle = 0
+        """Workers that were ended because they did nothing."""
         self._bereaved: Worker | None = None  # the first worker that ended because it had lost another one
         self._blame_by_s = 0.0  # when it is blamed after all
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
@@ -281,6 +285,8 @@ class Supervisor:
                 return self._on_exit(event, at_s)
             case events.Stopped():
                 return self._on_stopped(event)
+            case events.Idle():
+                return self._on_idle(event)
             case events.StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
@@ -311,6 +317,9 @@ class Supervisor:
 
     def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[events.Action]:
         is_new = view is not None and (self.view is None or view.number > self.view.number)
+        was_reset = (
+            self._state.is_training and view is None and not (membership.members or membership.over or self._keep)
+        )
         messages: list[events.Action] = []
         if view is not None and is_new:
             if self._watch:
@@ -323,6 +332,9 @@ class Supervisor:
             self._was_listed = self._was_listed or self._is_listed(view)
         for worker in self.running.keys() & set(membership.members):
             self._replacements.note_join(worker, at_s)
+        if was_reset:
+            cause = "the job was ended before its last step: its config server was reset while it trained"
+            return [*messages, *self._fail(cause, ENDED_EXIT, at_s)]
         if not membership.over:
             self._ended_by = ""  # with --keep, the next job has begun
             return messages
@@ -413,6 +425,21 @@ class Supervisor:
         why = self._given_up[worker] = f"its process was stopped for {stopped.for_s:.0f} s"
         report = [events.ReportLoss(worker, why)] if self._state.begun and not self._state.over else []
         return [*report, events.KillWorker(worker, f"is of no use: {why}")]
+
+    def _on_idle(self, idle: events.Idle) -> list[events.Action]:
+        """End a worker that has never trained and does nothing: the job, or its place in it, waits for it. Where that
+        happens again and again, each has twice as long as the one before."""
+        worker = idle.worker
+        is_late = worker in self.running and self._state.never_joined(worker) and worker not in self.leaving
+        if not (self._watch and is_late) or self.failed or worker in self._given_up:
+            return []
+        if idle.for_s < idle.limit_s * 2 ** min(self._num_idle, MOST_DOUBLINGS):
+            return []
+        self._num_idle += 1
+        why = self._given_up[worker] = (
+            f"it did nothing for {span_text(idle.for_s)} before its first step (--stall-timeout)"
+        )
+        return [events.KillWorker(worker, f"is of no use: {why}")]
 
     def _kill_given_up(self, at_s: float) -> list[events.Action]:
         """End workers that the others have reported lost though they live: they cannot come back into the job."""

@@ -15,6 +15,7 @@ from pliant.launch.events import (
     Event,
     Exited,
     ExitRunner,
+    Idle,
     Interrupted,
     KillWorker,
     NotReplaced,
@@ -59,7 +60,7 @@ def react(made: Supervisor, event: Event, at_s: float, *kind: type[Action]) -> l
 
 
 def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bool = True) -> Supervisor:
-    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
+    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone, slots=4, max_restarts=9 * watch)
     made.handle(StateChanged(view(1, *workers)), 0)
     return made
 
@@ -757,6 +758,35 @@ def test_one_whose_process_is_stopped_is_reported_killed_and_replaced() -> None:
     actions = made.handle(Exited(B, -9), 20.1)
     assert kinds(actions, RequestReplacement) == [RequestReplacement()]
     assert said(actions) == f"lost 10.0.0.1.1001: {why}; replacing it now"
+
+
+def test_a_worker_that_does_nothing_before_it_trains_is_killed_and_replaced_later_each_time() -> None:
+    made = started(A, B, watch=True)
+    limit_s = 600.0
+    for worker, at_s in ((B, 700.0), (C, 2000.0)):
+        [killed] = react(made, Idle(worker, at_s, limit_s), at_s, KillWorker)
+        assert isinstance(killed, KillWorker)
+        assert killed.worker == worker
+        assert react(made, Idle(worker, at_s, limit_s), at_s, KillWorker) == [], "it is on its way out"
+        actions = made.handle(Exited(worker, -9), at_s + 1)
+        assert kinds(actions, RequestReplacement, ReportFailure) == [RequestReplacement()]
+        assert f"lost {worker.label}: it did nothing for" in said(actions)
+        arrive(made, view(int(at_s), A, C if worker == B else D), at_s + 2)
+        assert react(made, Idle(C, 1100, limit_s), at_s + 3, KillWorker) == [], "the next one has twice as long"
+
+
+def test_members_and_jobs_that_are_not_watched_are_not_ended_for_doing_nothing() -> None:
+    assert react(training(A, B), Idle(A, 1000, 600), 1000, KillWorker) == [], "the others decide about a member"
+    assert react(started(A, B), Idle(A, 1000, 600), 1000, KillWorker) == []
+
+
+def test_a_server_that_is_reset_while_the_job_trains_ends_it_with_a_word() -> None:
+    made = training(A, B)
+    actions = made.handle(StateChanged(None, Membership(2)), 20)
+    assert "its config server was reset while it trained" in said(actions)
+    assert set(kinds(actions, TerminateWorker)) == {TerminateWorker(A), TerminateWorker(B)}
+    made.handle(Exited(A, -15), 21)
+    assert react(made, Exited(B, -15), 21, ExitRunner) == [ExitRunner(ENDED_EXIT)]
 
 
 def test_a_job_of_which_all_workers_are_stopped_is_left_alone() -> None:
