@@ -30,6 +30,8 @@ SLOT_BYTES = 512
 _TEXT = NUM_SLOTS * SLOT_BYTES
 _MAX_TEXT_BYTES = 64 << 10
 _NAME = "pliant-board"
+BOARD_VARIABLE = "PLIANT_BOARD_FD"
+"""The environment variable that names a worker's descriptor of the board."""
 STACK_SIGNAL = signal.SIGRTMAX - 2
 """A worker that gets this signal shows the stacks of its threads on the board, whatever it does."""
 KEPT_STEPS = 16

@@ -66,6 +66,11 @@ class StallRule:
         limit_s = self.timeout_s if self.timeout_s is not None else max(LEAST_S, NUM_STEPS * step_s)
         return limit_s if _is_in_turn(reading) else MORE_TIME * limit_s
 
+    @property
+    def start_limit_s(self) -> float:
+        """How long a worker that the job does not count on yet may do nothing at all, infinity if that does not matter."""
+        return MORE_TIME * (LEAST_S if self.timeout_s is None else self.timeout_s) if self.is_on else float("inf")
+
     def look_s(self, reading: Reading) -> float:
         """Return how long a worker may do the same thing before it is worth a look."""
         look_s = max(LOOK_S, LOOK_STEPS * reading.median_s) if _is_in_turn(reading) else MORE_TIME * LEAST_S / 2

@@ -79,8 +79,10 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def fingerprint(error: BaseException, trace: TracebackType | None) -> str:
-    """Return what `describe` does, without what differs from process to process."""
-    return re.sub(r"0x[0-9a-f]+", "0x", describe(error, trace))
+    """Return what `describe` does, without what differs from process to process: no numbers in the message, which may be
+    addresses, processes, times or sizes."""
+    place = describe(error, trace).removesuffix(str(error))
+    return place + re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", str(error))
 
 
 Explain = Callable[[BaseException], BaseException | None]

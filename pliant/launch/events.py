@@ -58,6 +58,16 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """A local worker that may not have begun to train does nothing at all: it neither runs nor waits for other workers."""
+
+    worker: Worker
+    for_s: float
+    limit_s: float
+    """How long it may."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartFailed:
     """A local worker could not be started."""
 
@@ -131,6 +141,7 @@ Event = (
     StateChanged
     | Exited
     | Stopped
+    | Idle
     | StartFailed
     | ServerContact
     | Interrupted

@@ -33,7 +33,7 @@ from pliant.elastic.membership import ElasticState, Limits
 from pliant.elastic.store import IN_MEMORY
 from pliant.errors import ConfigError
 from pliant.launch.addresses import listen_on
-from pliant.launch.supervisor import describe_exit
+from pliant.launch.worker_ends import describe_exit
 
 log = logging.getLogger(__name__)
 

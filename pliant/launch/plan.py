@@ -7,7 +7,6 @@ must start at once.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from pliant.child import JOB_MARK
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker, check_port, place
 from pliant.errors import CapacityError, ConfigError
 from pliant.identity import WorkerSettings, WorkerSpec, format_schedule, format_verify
+from pliant.json_text import parse_json
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, nic_addresses, resolve, resolve_hosts
 from pliant.machine import is_local
 from pliant.process_priority import warm_up_environ
@@ -217,7 +217,7 @@ def device_of_slot(file: str, slot: int) -> str | None:
     """
     try:
         with open(file) as text:
-            listed = json.load(text)
+            listed = parse_json(text.read())
         return listed[slot] if isinstance(listed[slot], str) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -96,6 +96,7 @@ class ProcessManager:
             queue.post,
             stopped_limit_s=plan.options.heartbeat_timeout_s,
             replaces=plan.options.watch,
+            must_join=not (plan.options.plain or plan.options.independent),
             record=plan.options.adapting.get("record", ""),
         )
         self._output = OutputReader()

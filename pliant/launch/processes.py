@@ -30,6 +30,7 @@ from pliant import child
 from pliant.child import start_ticks
 from pliant.errors import LaunchError
 from pliant.files import write_atomic
+from pliant.progress_board import BOARD_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def start_worker(
 
 def _inherited(listener: socket.socket | None, board: int | None) -> dict[str, int]:
     """Return the descriptors that a worker inherits, by the variables that name them."""
-    given = {"PLIANT_LISTEN_FD": None if listener is None else listener.fileno(), "PLIANT_BOARD_FD": board}
+    given = {"PLIANT_LISTEN_FD": None if listener is None else listener.fileno(), BOARD_VARIABLE: board}
     return {name: descriptor for name, descriptor in given.items() if descriptor is not None}
 
 

@@ -15,19 +15,21 @@ go. Pauses and limits are for programs that fail by themselves.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 
 from pliant.cluster import Membership, View, Worker
+from pliant.duration import span_text
 from pliant.errors import ENDED_EXIT, GIVEN_UP, GIVEN_UP_EXIT, LOST_PEER_EXIT, PROGRAM_EXIT, REFUSED_EXIT, SHADOW_EXIT
 from pliant.launch import events
-from pliant.progress_board import ProgramFailure
+from pliant.launch.replacements import MAX_REPEATS, Replacements
+from pliant.launch.worker_ends import Cause, cause_of, describe_exit, exit_code
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
 BLAME_WAIT_S = 5.0
 """How long to wait for the end of the worker that failed, after another one has ended because it had lost it."""
+MOST_DOUBLINGS = 6
 STRANDED_S = 60.0
 """A runner without workers waits so long for a config server that does not answer."""
 TIMEOUT_EXIT = 124
@@ -39,67 +41,6 @@ END_NOTICED_S = 0.5
 """The others may see that a worker has been killed before its runner does. So one that they have given up has this long
 until it counts as one that lives, and is ended."""
 SILENT = "it was silent, and the others went on without it"
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""A member that lived this long shows that workers can live here: the next crash is replaced at once."""
-QUICK_S = 10.0
-"""A crash so soon after the start is likely to come again."""
-MAX_QUICK = 3
-KILL_WINDOW_S = 1.0
-MAX_REPEATS = 3
-"""If the same error comes at the same step so many times in a row, it will come again: the job ends."""
-MAX_KILLS = 3
-KILL_PAUSE_S = 0.5
-"""If so many workers are killed within `KILL_WINDOW_S`, each within that time of its start and before it has become a member,
-the replacement of the last one waits this long. Otherwise a runner whose workers something kills at their start would do nothing
-but fork."""
-
-
-# --- how a worker ended ---
-
-_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Cause(Enum):
-    """Why a worker ended before its work was done."""
-
-    PROGRAM = "program"
-    """It failed by itself: an exception, an exit code, a signal that a program brings on itself, or no memory."""
-    OUTSIDE = "outside"
-    """It was killed from outside, as by a scheduler that takes a machine back, or had lost another worker."""
-
-
-def cause_of(code: int, *, out_of_memory: bool = False) -> Cause:
-    """Return why a worker ended with `code` (negative: killed by that signal). A shell between it and the runner turns a signal
-    into an exit code."""
-    is_kill = -code in _KILLS or code - 128 in _KILLS
-    is_loss = code in (LOST_PEER_EXIT, GIVEN_UP_EXIT)
-    return Cause.OUTSIDE if (is_kill and not out_of_memory) or is_loss else Cause.PROGRAM
-
-
-def exit_code(code: int) -> int:
-    """Return a shell's exit code for a process that ended with `code` (negative: killed by that signal)."""
-    return 128 - code if code < 0 else code
-
-
-def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
-    """Return `exit code 3`, or `killed by SIGSEGV`."""
-    if code == PROGRAM_EXIT:
-        return f"a mistake in the program (exit code {code})"
-    if code == LOST_PEER_EXIT:
-        return f"it has lost another worker (exit code {code})"
-    if code == GIVEN_UP_EXIT:
-        return f"{GIVEN_UP} (exit code {code})"
-    if code == 128 + signal.SIGTERM:
-        return f"ended by SIGTERM (exit code {code})"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed by {name}{': the machine, or its container, was out of memory' if out_of_memory else ''}"
 
 
 def describe_arrival(old: View | None, new: View, host: str) -> str:
@@ -239,122 +180,6 @@ class HostState:
         return ended
 
 
-class Replacements:
-    """Whether, and how soon, crashed workers of this host are replaced: those due, those requested, how many may come."""
-
-    def __init__(self, max_restarts: int) -> None:
-        self.due_s: list[float] = []
-        """When the next ones are to be requested."""
-        self.requested = 0
-        """Requested of the config server, and not yet in the view."""
-        self._max_restarts = max_restarts
-        self._num_restarts = 0
-        self._pause_s = 0.0
-        self._started_s: dict[Worker, float] = {}
-        self._joined_s: dict[Worker, float] = {}
-        # A replacement inherits how many quick crashes in a row led to it. Several workers that are
-        # killed at once are thus one crash, and a program that always fails is three.
-        self._quick_before: dict[Worker, int] = {}
-        self._num_quick = 0
-        self._given_up = False
-        self._failure: ProgramFailure | None = None
-        self._num_failures = 0
-        self._seen: set[Worker] = set()  # local workers that were in some view
-        self._seen_number = -1
-        self._added: dict[
-            Worker, int
-        ] = {}  # requested ones that the config server has added, with the version of the view
-        self._killed_s: list[float] = []  # when workers were killed that had only just started
-
-    def note_start(self, worker: Worker, at_s: float) -> None:
-        self._started_s[worker] = at_s
-        self._quick_before[worker] = self._num_quick
-        self._joined_s.pop(worker, None)
-
-    def note_join(self, worker: Worker, at_s: float) -> None:
-        """Note that `worker` became a member."""
-        self._joined_s.setdefault(worker, at_s)
-
-    def decide(self, worker: Worker, cause: Cause, at_s: float) -> tuple[bool, str]:
-        """Decide about a replacement for `worker`, which was lost: whether one comes, and what to tell the user."""
-        if self._max_restarts == 0:
-            return False, "not replaced, as --max-restarts 0 says"
-        if cause is Cause.OUTSIDE:
-            return True, self._replace_killed(worker, at_s)
-        is_quick = at_s - self._started_s.get(worker, at_s) < QUICK_S
-        self._num_quick = self._quick_before.get(worker, 0) + 1 if is_quick else 0
-        self._given_up = self._given_up or self._num_quick >= MAX_QUICK
-        if self._given_up:
-            times = f"{MAX_QUICK} times in a row"
-            return False, f"not replaced: workers on this host crashed within {QUICK_S:g}s of their start {times}"
-        if self._num_restarts >= self._max_restarts:
-            return False, f"not replaced: the {self._max_restarts} restarts of --max-restarts are used up"
-        if at_s - self._joined_s.get(worker, at_s) >= STEADY_S:
-            self._pause_s = 0.0
-        pause_s = self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
-        self._num_restarts += 1
-        self.due_s.append(at_s + pause_s)
-        when = f"in {pause_s:g}s" if pause_s else "now"
-        return True, f"replacing it {when} (restart {self._num_restarts} of {self._max_restarts})"
-
-    def is_hopeless(self, failure: ProgramFailure | None) -> bool:
-        """Note how the program of a member has failed; return whether that was the same error at the same step as the last
-        times, so that every replacement would only come to it again."""
-        self._num_failures = self._num_failures + 1 if failure == self._failure else 1
-        self._failure = failure
-        return failure is not None and self._num_failures >= MAX_REPEATS
-
-    def _replace_killed(self, worker: Worker, at_s: float) -> str:
-        """Replace a worker that was killed from outside, which says nothing about the program."""
-        pause_s = 0.0
-        if worker not in self._joined_s and at_s - self._started_s.get(worker, at_s) < KILL_WINDOW_S:
-            self._killed_s = [killed_s for killed_s in self._killed_s if at_s - killed_s < KILL_WINDOW_S] + [at_s]
-            pause_s = KILL_PAUSE_S if len(self._killed_s) >= MAX_KILLS else 0.0
-        self.due_s.append(at_s + pause_s)
-        return (
-            f"replacing it in {pause_s:g}s: workers are killed as soon as they start" if pause_s else "replacing it now"
-        )
-
-    def note_view(self, number: int, added: Set[Worker], removed: Set[Worker]) -> None:
-        """Note whom the new view `number` adds to this host and whom it removes, other than by a loss.
-
-        What was requested has then come. Or somebody else's request has filled the slot, or does not want it filled.
-        """
-        num_come = min(self.requested, len(added))
-        self.requested -= num_come
-        del self.due_s[: len(added) - num_come]
-        if removed:
-            self.due_s.clear()
-        self._seen_number = number
-        self._seen |= added
-        self._drop_unseen()
-
-    def note_added(self, worker: Worker, version: int) -> None:
-        """Note that the config server has added a requested `worker` in the version `version` of the view."""
-        self._added[worker] = version
-        self._drop_unseen()
-
-    def _drop_unseen(self) -> None:
-        """Wait no longer for those that were added and removed again between two views that this runner has seen."""
-        for worker in [worker for worker, version in self._added.items() if version <= self._seen_number]:
-            del self._added[worker]
-            if worker not in self._seen:
-                self.requested = max(0, self.requested - 1)
-
-    def take_due(self, at_s: float, num_free: int) -> int:
-        """Return how many to request now, where `num_free` slots are free; others that are due are given up."""
-        num_due = sum(1 for due_s in self.due_s if at_s >= due_s)
-        self.due_s = [due_s for due_s in self.due_s if at_s < due_s]
-        num_new = max(0, min(num_due, num_free - self.requested))
-        self.requested += num_new
-        return num_new
-
-    def note_refusal(self) -> None:
-        """Note that one that was requested will not come."""
-        self.requested = max(0, self.requested - 1)
-
-
 # --- what the runner does ---
 
 
@@ -393,10 +218,14 @@ class Supervisor:
         self._given_up: dict[Worker, str] = {}
         """Local workers that live, but are lost to the job, with the reason."""
         self._kill_by_s: dict[Worker, float] = {}  # workers that the others have reported lost, and when they are ended
+        self._num_idle = 0
+        """Workers that were ended because they did nothing."""
         self._bereaved: Worker | None = None  # the first worker that ended because it had lost another one
         self._blame_by_s = 0.0  # when it is blamed after all
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
+        self._undone: tuple[Worker, str, int] | None = None
+        """The first crash of an independent worker that is not replaced: nobody does its work."""
         self._ended_by = ""  # who has ended the job before its last step
         self._outcome: tuple[str, int] | None = None
         self._has_verdict = alone
@@ -456,6 +285,8 @@ class Supervisor:
                 return self._on_exit(event, at_s)
             case events.Stopped():
                 return self._on_stopped(event)
+            case events.Idle():
+                return self._on_idle(event)
             case events.StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
@@ -478,24 +309,32 @@ class Supervisor:
                 return []
             case events.NotReplaced(why):
                 self._replacements.note_refusal()
+                if self._independent:
+                    self._undone = self._undone or self._last_crash
                 return [events.ShowMessage(f"no replacement: {why}")]
             case events.Tick() | events.WarmProcessChanged():
                 return []
 
     def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[events.Action]:
         is_new = view is not None and (self.view is None or view.number > self.view.number)
+        was_reset = (
+            self._state.is_training and view is None and not (membership.members or membership.over or self._keep)
+        )
         messages: list[events.Action] = []
         if view is not None and is_new:
             if self._watch:
                 messages = [events.ShowMessage(describe_arrival(self.view, view, self._host))]
             if not view.workers and self._others_remain():
-                self._last_crash = None  # somebody asked for it: the last workers were not lost
+                self._last_crash = self._undone = None  # somebody asked for it: the last workers were not lost
         added, removed = self._state.update(view if is_new else None, membership, self.running)
         if view is not None and is_new:
             self._replacements.note_view(view.number, added, removed)
             self._was_listed = self._was_listed or self._is_listed(view)
         for worker in self.running.keys() & set(membership.members):
             self._replacements.note_join(worker, at_s)
+        if was_reset:
+            cause = "the job was ended before its last step: its config server was reset while it trained"
+            return [*messages, *self._fail(cause, ENDED_EXIT, at_s)]
         if not membership.over:
             self._ended_by = ""  # with --keep, the next job has begun
             return messages
@@ -556,7 +395,7 @@ class Supervisor:
             text = f"worker {worker} failed: {what}"
             return [events.ReportFailure(worker, what), *self._fail(text, exit_code(code), at_s, is_said=True)]
         is_own = cause is Cause.PROGRAM and code != REFUSED_EXIT and ended.was_member and not self._state.over
-        if is_own and self._replacements.is_hopeless(exited.failure):
+        if is_own and self._replacements.is_hopeless(worker, exited.failure):
             assert exited.failure is not None, "several were equal"
             again = f"the same error at step {exited.failure.step}, {MAX_REPEATS} times in a row: {what}"
             report = events.ReportFailure(worker, again, "failed like those before it", is_repeated=True)
@@ -587,6 +426,21 @@ class Supervisor:
         report = [events.ReportLoss(worker, why)] if self._state.begun and not self._state.over else []
         return [*report, events.KillWorker(worker, f"is of no use: {why}")]
 
+    def _on_idle(self, idle: events.Idle) -> list[events.Action]:
+        """End a worker that has never trained and does nothing: the job, or its place in it, waits for it. Where that
+        happens again and again, each has twice as long as the one before."""
+        worker = idle.worker
+        is_late = worker in self.running and self._state.never_joined(worker) and worker not in self.leaving
+        if not (self._watch and is_late) or self.failed or worker in self._given_up:
+            return []
+        if idle.for_s < idle.limit_s * 2 ** min(self._num_idle, MOST_DOUBLINGS):
+            return []
+        self._num_idle += 1
+        why = self._given_up[worker] = (
+            f"it did nothing for {span_text(idle.for_s)} before its first step (--stall-timeout)"
+        )
+        return [events.KillWorker(worker, f"is of no use: {why}")]
+
     def _kill_given_up(self, at_s: float) -> list[events.Action]:
         """End workers that the others have reported lost though they live: they cannot come back into the job."""
         found = self._state.reported_lost & self.running.keys() - self._given_up.keys() - self.leaving.keys()
@@ -600,6 +454,8 @@ class Supervisor:
         state = self._state
         if self._independent:
             state.finished.add(worker)
+            if not self._replacements.are_coming:
+                self._last_crash = None  # others do its work, unless it is `_undone`
         elif not state.begun or state.over or worker in state.membership.members:
             state.finished.add(worker)
             self._last_crash = None  # the job has outlived it
@@ -626,20 +482,22 @@ class Supervisor:
             then = "the job refused it, so it is not replaced (its own message says why)"
         else:
             is_replaced, then = self._replacements.decide(worker, cause, at_s)
-        # After the end of the job, others have done its last step.
-        if not (self._state.over or (self._independent and is_replaced)):
+        if not self._state.over:  # after it, others have done the last step
             self._last_crash = (worker, what, code)
+            if self._independent and not is_replaced:
+                self._undone = self._undone or self._last_crash
         return [events.ReportLoss(worker, what), events.ShowMessage(f"lost {worker.label}: {what}; {then}")]
 
     def _others_remain(self) -> bool:
         """Whether somebody still trains, or will."""
-        return bool(self._replacements.requested or self._replacements.due_s or self._state.known)
+        return bool(self._replacements.are_coming or self._state.known)
 
     def _fail_if_nobody_is_left(self, at_s: float) -> list[events.Action]:
         """Fail if the last worker anywhere was lost, and none comes."""
-        if self._last_crash is None or self.failed or self.running or self._others_remain():
+        crash = self._undone or self._last_crash
+        if crash is None or self.failed or self.running or self._others_remain():
             return []
-        worker, what, code = self._last_crash
+        worker, what, code = crash
         cause = f"worker {worker} was lost, the last one: {what}"
         report = events.ReportFailure(worker, what, "was the last one, and failed")
         return [report, *self._fail(cause, code, at_s, is_said=True)]
@@ -775,7 +633,7 @@ class Supervisor:
         return actions
 
     def _current_status(self) -> str:
-        if self.running or self._bereaved or self._replacements.due_s or self._replacements.requested:
+        if self.running or self._bereaved or self._replacements.are_coming:
             return events.BUSY
         if self.view is None:
             return events.IDLE

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _io
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
@@ -30,6 +31,7 @@ import types
 from pliant.child import MAX_REQUEST_BYTES, die_with
 from pliant.process_priority import leave, step_aside, step_back, take_up
 from pliant.process_title import show_as
+from pliant.progress_board import BOARD_VARIABLE, STACK_SIGNAL
 
 MAX_DESCRIPTORS = 128
 """Descriptors of a request at most: a worker's stdout and stderr, and those that it inherits."""
@@ -130,6 +132,9 @@ def _settle(environ: dict[str, str], descriptors: list[int], inherited: list[str
     for name, descriptor in zip(inherited, more, strict=True):
         os.set_inheritable(descriptor, True)
         os.environ[name] = str(descriptor)
+        if name == BOARD_VARIABLE:
+            # `pliant.join` would do it, but the program may hang before it comes there.
+            faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
     if "numpy.random" in sys.modules:
         # Unlike `random`, it would go on with the numbers of the warm process, the same in all workers.
         sys.modules["numpy.random"].seed()

@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 STACK_WAIT_S = 0.5
 """How long a process has to show its stacks."""
+WORK_PER_S = 1.0
+"""A process of which the main thread runs or wakes up less often does nothing. So does one that has done less for its
+children: they are measured by the hundredths of a second that they have computed."""
+CHECKS = 8
+"""Whether a process does something is looked at so often within the time that it may do nothing."""
 MOST_FRAMES = 24
 MOST_CHILDREN = 8
 _STARTER = f'"{Path(__file__).with_name("warm.py")}"'
@@ -50,6 +55,14 @@ class Watched:
     """When it was last reported that it is stopped."""
     shown: float = 0.0
     """Since when it did what it was last seen stuck in."""
+    worked_s: float = 0.0
+    """When its process was last seen to do something, or was started."""
+    work: int = 0
+    """What `_work_of` said when its process was last looked at."""
+    work_s: float = 0.0
+    """When that was."""
+    is_idle_shown: bool = False
+    """Whether it was told that its process does nothing."""
     sampled_s: float = 0.0
     stack: Sequence[str] = ()
     """Its stack when it was last sampled, and when that was."""
@@ -66,16 +79,19 @@ class WorkerWatch:
         *,
         stopped_limit_s: float,
         replaces: bool,
+        must_join: bool = True,
         record: str = "",
     ) -> None:
         """
         Args:
             stopped_limit_s: how long a process may be stopped.
             replaces: whether the job replaces workers that are stuck.
+            must_join: whether a program that never joins the job is a mistake.
             record: the record of the job, where there is one.
         """
         self._board, self._rule, self._post = board, rule, post
         self._stopped_limit_s, self._replaces, self._record = stopped_limit_s, replaces, record
+        self._start_limit_s = rule.start_limit_s if must_join else float("inf")
         self._watched: dict[Worker, Watched] = {}
         self._lock = threading.Lock()
         """Held while a worker gets a signal, which must not go to another process that has got its number."""
@@ -92,7 +108,7 @@ class WorkerWatch:
 
     def add(self, worker: Worker, pid: int, slot: int) -> None:
         with self._lock:
-            self._watched[worker] = Watched(worker, pid, slot)
+            self._watched[worker] = Watched(worker, pid, slot, worked_s=time.monotonic())
 
     def forget(self, worker: Worker) -> None:
         """Watch a worker no more: its process has ended, and is about to be reaped."""
@@ -112,20 +128,50 @@ class WorkerWatch:
         others_run = not all(is_stopped for _, is_stopped in watched)
         for each, is_stopped in watched:
             reading = self._board.read(each.slot)
-            if reading is None or reading.activity is Activity.ENDING:
+            if reading is not None and reading.activity is Activity.ENDING:
                 continue
             if is_stopped:
                 self._on_stopped(each, now_s, others_run)
                 continue
             each.stopped_s = each.reported_s = 0.0
-            if reading.is_busy or reading.activity is Activity.WAITING:
+            if reading is not None and (reading.is_busy or reading.activity is Activity.WAITING):
                 self._on_busy(each, reading, now_s)
+            if reading is None or (reading.activity is not Activity.WAITING and not reading.num_begun):
+                self._on_starting(each, reading, now_s)
 
     def _on_stopped(self, each: Watched, now_s: float, others_run: bool) -> None:
         each.stopped_s = each.stopped_s or now_s
         if now_s - max(each.stopped_s, each.reported_s) >= self._stopped_limit_s:
             each.reported_s = now_s
             self._post(events.Stopped(each.worker, now_s - each.stopped_s, others_run))
+
+    def _on_starting(self, each: Watched, reading: Reading | None, now_s: float) -> None:
+        """Look at a worker that has not begun its first step: the others, or its runner, wait for it.
+
+        Nobody can say how long a start takes: data are downloaded, kernels compiled. So only a process that does nothing at
+        all is stuck.
+        """
+        limit_s = self._start_limit_s
+        if now_s - each.work_s >= limit_s / CHECKS:
+            work = _work_of(each.pid)
+            if not each.work_s or work - each.work >= WORK_PER_S * (now_s - each.work_s):
+                each.worked_s, each.is_idle_shown = now_s, False
+            each.work, each.work_s = work, now_s
+        idle_s = now_s - each.worked_s
+        if idle_s > limit_s / 2 and not each.is_idle_shown and (reading is None or not reading.is_busy):
+            each.is_idle_shown = True
+            where = describe(reading) if reading is not None else "which has not called pliant.join() yet"
+            stack = self._stack_of(each, reading)
+            follows = (
+                f"After {span_text(limit_s)} it is replaced." if self._replaces else "Without -w it is not replaced."
+            )
+            calls = "\n  ".join([*stack, *self._children_of(each, reading)])
+            log.warning(
+                "worker %s, %s, has done nothing for %s. %s Its main thread, the last call first:\n  %s",
+                each.worker, where, span_text(idle_s), follows, calls,
+            )  # fmt: skip
+        if idle_s > limit_s:
+            self._post(events.Idle(each.worker, idle_s, limit_s))
 
     def _on_busy(self, each: Watched, reading: Reading, now_s: float) -> None:
         for_s = idle_s(reading, now_s)
@@ -188,14 +234,14 @@ class WorkerWatch:
 
     # --- stacks ---
 
-    def _stack_of(self, each: Watched, reading: Reading) -> list[str]:
+    def _stack_of(self, each: Watched, reading: Reading | None) -> list[str]:
         """Return the calls in progress in a worker's main thread, the last one first."""
-        text = self._take_text(each, each.pid, reading.signal_thread)
+        text = self._take_text(each, each.pid, reading.signal_thread if reading is not None else 0)
         return _main_stack(text, reading) or [
             f"{NO_STACK} (its process is in state {process_state(each.pid) or 'gone'})"
         ]
 
-    def _children_of(self, each: Watched, reading: Reading) -> list[str]:
+    def _children_of(self, each: Watched, reading: Reading | None) -> list[str]:
         """Return the processes that a worker has started, such as those of a DataLoader, and what those of them do that are
         forks of it."""
         lines = []
@@ -238,10 +284,10 @@ def _catches(pid: int) -> bool:
     return bool(int(caught, 16) >> (int(STACK_SIGNAL) - 1) & 1)
 
 
-def _main_stack(text: str, reading: Reading) -> list[str]:
+def _main_stack(text: str, reading: Reading | None) -> list[str]:
     """Return the calls in progress in the main thread of a worker, or of a fork of it, the last one first."""
     blocks = text.split("\n\n")
-    name = f"0x{reading.main_thread:016x}"
+    name = f"0x{reading.main_thread if reading is not None else 0:016x}"
     # A fork's main thread is that which has forked it. The oldest thread stands last.
     block = next((block for block in blocks if name in block.partition("\n")[0]), blocks[-1])
     calls = [line.strip() for line in block.splitlines() if line.startswith("  ") and _STARTER not in line]
@@ -256,6 +302,28 @@ def _children(pid: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def _work_of(pid: int) -> int:
+    """Return a number that grows as a process works: how often its main thread was run, and the hundredths of a second that
+    the processes that it has started have computed, those of their own children among them."""
+    work = 0
+    try:
+        for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines():
+            if "ctxt_switches" in line:
+                work += int(line.split()[1])
+    except (OSError, ValueError):
+        return 0
+    waiting = _children(pid)
+    while waiting:
+        child = waiting.pop()
+        try:
+            words = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        work += sum(map(int, words[11:15]))
+        waiting += _children(child)
+    return work
 
 
 def _name(pid: int) -> str:

@@ -170,8 +170,8 @@ class PhaseDriver:
     def join(self) -> None:
         """Enter the job, as a new worker."""
         self._member.on_prepare = self._views.prepare
-        self._rendezvous.report_ready()
         self._meetings.await_entry()
+        self._rendezvous.report_ready()
         self.perform(EnterView())
 
     def end_late_joining(self) -> None:

@@ -15,6 +15,7 @@ from pliant.launch.events import (
     Event,
     Exited,
     ExitRunner,
+    Idle,
     Interrupted,
     KillWorker,
     NotReplaced,
@@ -35,16 +36,9 @@ from pliant.launch.events import (
     TimedOut,
     Verdict,
 )
-from pliant.launch.supervisor import (
-    END_NOTICED_S,
-    STRANDED_S,
-    Cause,
-    Replacements,
-    Supervisor,
-    cause_of,
-    describe_exit,
-    exit_code,
-)
+from pliant.launch.replacements import Replacements
+from pliant.launch.supervisor import END_NOTICED_S, STRANDED_S, Supervisor
+from pliant.launch.worker_ends import Cause, cause_of, describe_exit, exit_code
 from pliant.progress_board import ProgramFailure
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
@@ -66,7 +60,7 @@ def react(made: Supervisor, event: Event, at_s: float, *kind: type[Action]) -> l
 
 
 def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bool = True) -> Supervisor:
-    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
+    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone, slots=4, max_restarts=9 * watch)
     made.handle(StateChanged(view(1, *workers)), 0)
     return made
 
@@ -366,6 +360,46 @@ def test_an_independent_worker_that_is_not_replaced_fails_the_job_when_the_other
     ]
 
 
+def lone_and_independent() -> Supervisor:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A)), 0)
+    return made
+
+
+def test_an_independent_worker_whose_replacement_cannot_come_fails_the_job() -> None:
+    made = lone_and_independent()
+    assert react(made, Exited(A, -9), 20, RequestReplacement, ExitRunner) == [RequestReplacement()]
+    assert react(made, NotReplaced("no free port"), 20.1, ReportFailure, ExitRunner) == [
+        ReportFailure(A, "killed by SIGKILL", "was the last one, and failed"),
+        ExitRunner(137),
+    ]
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A, B)), 0)
+    made.handle(Exited(A, -9), 20)
+    assert react(made, Exited(B, 0), 20.1, ReportFailure, ExitRunner) == []  # one is coming
+    assert react(made, NotReplaced("no free port"), 20.2, ExitRunner) == [ExitRunner(137)]
+
+
+def test_what_an_independent_worker_left_undone_is_not_forgotten_when_another_one_is_replaced() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(StateChanged(view(1, A, B)), 0)
+    made.handle(Exited(A, REFUSED_EXIT), 20)
+    made.handle(StateChanged(view(2, B)), 21)
+    assert kinds(made.handle(Exited(B, -9), 22), ReportLoss) == [ReportLoss(B, "killed by SIGKILL")] * 2
+    made.handle(StateChanged(view(3, C)), 23)
+    assert react(made, Exited(C, 0), 30, ExitRunner) == [ExitRunner(REFUSED_EXIT)]
+
+
+def test_the_last_independent_worker_is_replaced_and_then_dropped_from_the_view() -> None:
+    made = lone_and_independent()
+    report = ReportLoss(A, "killed by SIGKILL")
+    actions = made.handle(Exited(A, -9), 20)
+    assert kinds(actions, ReportLoss, RequestReplacement) == [report, RequestReplacement(), report]
+    made.handle(StateChanged(view(2, A, B)), 21)
+    made.handle(StateChanged(view(3, B)), 22)
+    assert react(made, Exited(B, 0), 30, ExitRunner) == [ExitRunner(0)]
+
+
 def test_a_mistake_in_the_program_ends_an_elastic_job_at_once() -> None:
     made = training(A, B)
     arrive(made, view(2, A, B, C), 1)
@@ -565,11 +599,11 @@ def test_whoever_is_killed_from_outside_is_replaced_at_once_however_often(code: 
 
 
 def fail_one_by_one(failures: Sequence[ProgramFailure | int | None], every_s: float = 18_000) -> list[Action]:
-    """One member after the other ends by these errors, hours after the last one, or by these exit codes; what is done at the
-    last end. Each is replaced before the next."""
+    """A member, and always the one that replaces it, ends by these errors, hours after the last one, or by these exit codes;
+    what is done at the last end. Each is replaced before the next."""
     made, members, actions = training(A, B), [A, B], list[Action]()
     for number, failure in enumerate(failures):
-        at_s, victim = (number + 1) * every_s, members.pop(0)
+        at_s, victim = (number + 1) * every_s, members.pop()
         code = failure if isinstance(failure, int) else 1
         known = failure if isinstance(failure, ProgramFailure) else None
         actions = made.handle(Exited(victim, code, failure=known), at_s)
@@ -591,9 +625,26 @@ def test_the_same_error_at_the_same_step_three_times_in_a_row_ends_the_job_howev
     actions = fail_one_by_one([BUG, BUG, BUG])
     what = "the same error at step 7, 3 times in a row: exit code 1"
     [report] = kinds(actions, ReportFailure)
-    assert report == ReportFailure(Worker(HERE, 2000), what, "failed like those before it", is_repeated=True)
-    assert SendStatus("failed", f"worker {Worker(HERE, 2000)} failed: {what}", 1) in actions
-    assert kinds(actions, TerminateWorker) == [TerminateWorker(Worker(HERE, 2001))]
+    assert report == ReportFailure(Worker(HERE, 2001), what, "failed like those before it", is_repeated=True)
+    assert SendStatus("failed", f"worker {Worker(HERE, 2001)} failed: {what}", 1) in actions
+    assert kinds(actions, TerminateWorker) == [TerminateWorker(A)]
+
+
+def test_the_same_error_of_several_at_once_is_no_repetition_as_no_replacement_has_run() -> None:
+    made = training(A, B, C, D)
+    for worker in (A, B, C):
+        assert not kinds(made.handle(Exited(worker, 1, failure=BUG), 100), ReportFailure)
+    made.handle(Tick(), 130)
+    new = [Worker(HERE, 2000 + number) for number in range(4)]
+    arrive(made, view(5, D, *new[:3]), 131)
+    change(made, Membership(5, (D, *new[:3]), wanted=5), 132)
+    for worker in new[:3]:
+        assert not kinds(made.handle(Exited(worker, 1, failure=BUG), 200), ReportFailure), "for the second time"
+    assert not kinds(made.handle(Exited(D, 1, failure=BUG), 201), ReportFailure), "for the first time"
+    made.handle(Tick(), 300)
+    arrive(made, view(9, new[3]), 301)
+    change(made, Membership(9, new[3:], wanted=9), 302)
+    assert kinds(made.handle(Exited(new[3], 1, failure=BUG), 400), ReportFailure)
 
 
 @pytest.mark.parametrize(
@@ -707,6 +758,35 @@ def test_one_whose_process_is_stopped_is_reported_killed_and_replaced() -> None:
     actions = made.handle(Exited(B, -9), 20.1)
     assert kinds(actions, RequestReplacement) == [RequestReplacement()]
     assert said(actions) == f"lost 10.0.0.1.1001: {why}; replacing it now"
+
+
+def test_a_worker_that_does_nothing_before_it_trains_is_killed_and_replaced_later_each_time() -> None:
+    made = started(A, B, watch=True)
+    limit_s = 600.0
+    for worker, at_s in ((B, 700.0), (C, 2000.0)):
+        [killed] = react(made, Idle(worker, at_s, limit_s), at_s, KillWorker)
+        assert isinstance(killed, KillWorker)
+        assert killed.worker == worker
+        assert react(made, Idle(worker, at_s, limit_s), at_s, KillWorker) == [], "it is on its way out"
+        actions = made.handle(Exited(worker, -9), at_s + 1)
+        assert kinds(actions, RequestReplacement, ReportFailure) == [RequestReplacement()]
+        assert f"lost {worker.label}: it did nothing for" in said(actions)
+        arrive(made, view(int(at_s), A, C if worker == B else D), at_s + 2)
+        assert react(made, Idle(C, 1100, limit_s), at_s + 3, KillWorker) == [], "the next one has twice as long"
+
+
+def test_members_and_jobs_that_are_not_watched_are_not_ended_for_doing_nothing() -> None:
+    assert react(training(A, B), Idle(A, 1000, 600), 1000, KillWorker) == [], "the others decide about a member"
+    assert react(started(A, B), Idle(A, 1000, 600), 1000, KillWorker) == []
+
+
+def test_a_server_that_is_reset_while_the_job_trains_ends_it_with_a_word() -> None:
+    made = training(A, B)
+    actions = made.handle(StateChanged(None, Membership(2)), 20)
+    assert "its config server was reset while it trained" in said(actions)
+    assert set(kinds(actions, TerminateWorker)) == {TerminateWorker(A), TerminateWorker(B)}
+    made.handle(Exited(A, -15), 21)
+    assert react(made, Exited(B, -15), 21, ExitRunner) == [ExitRunner(ENDED_EXIT)]
 
 
 def test_a_job_of_which_all_workers_are_stopped_is_left_alone() -> None:

@@ -16,7 +16,7 @@ from patience import until
 
 from pliant.child import process_state
 from pliant.cluster import Worker
-from pliant.launch.events import Event, Stopped
+from pliant.launch.events import Event, Idle, Stopped
 from pliant.launch.worker_watch import WorkerWatch
 from pliant.progress_board import Activity, Board
 from pliant.record import Recorder, read
@@ -152,3 +152,33 @@ def test_outside_of_turns_one_whose_stack_changes_is_only_slow(
     assert caplog.text == ""
     slow.watch.look(slow.began_s + 600)
     assert "has been in the program's code after step 8 for 5m10s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "program", ["import time; print('up', flush=True); time.sleep(1000)", "print('up', flush=True)\nwhile True: pass"]
+)
+def test_before_it_joins_one_that_does_nothing_is_told_and_one_that_works_is_not(
+    program: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("pliant").propagate = True
+    board, posted = Board.make(), list[Event]()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        watch = WorkerWatch(board, StallRule(0.05), posted.append, stopped_limit_s=10, replaces=True)
+        watch.add(ME, process.pid, 5)
+        begun_s = time.monotonic()
+        while (now_s := time.monotonic()) < begun_s + 1.2:
+            watch.look(now_s)
+            time.sleep(0.02)  # the time in which it does nothing, or works
+        process.kill()
+    board.close()
+    if "sleep" in program:
+        assert caplog.text.count("has done nothing for 0s") == 1
+        assert "which has not called pliant.join() yet" in caplog.text
+        first = posted[0]
+        assert isinstance(first, Idle)
+        assert (first.worker, first.limit_s) == (ME, 0.5)
+        assert 0.5 < first.for_s < 1
+    else:
+        assert (caplog.text, posted) == ("", [])

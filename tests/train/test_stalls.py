@@ -56,6 +56,9 @@ def hang_in_turn():
     if moment == (1, 4, 1) and steps_here == 20 and once("slow-stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+steps_here = number = 0
+if os.environ.get("PLIANT_LOCAL_RANK") == "1" and once("starts-join"):
+    time.sleep(1e6)
 job = pliant.join(replicas=4)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
 model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -127,3 +130,18 @@ def test_hung_code_is_named_and_replaced_and_slow_code_is_left_alone(tmp_path: P
         assert f"worker {told['worker']} (rank {told['rank']}) has been {told['what']} for" in stderr
         assert all(line in stderr for line in told["stack"])
         assert re.search(rf"LossNotice {told['worker']} .*stalled {told['what']}: the others have waited 2s", stderr)
+
+
+def test_one_that_hangs_before_it_joins_is_named_and_replaced(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    run = [PLIANT, "run", "-q", "-w", "-np", "4", "--stall-timeout", "0.8s", program, "starts"]
+    stdout, stderr = end(Program(run, cwd=tmp_path))
+    [(moment, pid, _)] = map(str.split, found("stuck", stdout))
+    ended = dict(line.split() for line in found("ended", stdout))
+    assert moment == "starts-join"
+    assert len(ended) == 4
+    assert pid not in ended
+    assert re.search(r"which has not called pliant.join\(\) yet, has done nothing for 4s", stderr), stderr
+    assert re.search(r"train.py.* in <module>", stderr)
+    assert re.search(r"lost \S+: it did nothing for 8s before its first step .*; replacing it now", stderr)
