@@ -6,6 +6,8 @@ survives pickling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 REFUSED_EXIT = 78
 """The exit code of a worker that the job refused; starting it again would change nothing."""
 PROGRAM_EXIT = 79
@@ -39,6 +41,21 @@ class PliantError(Exception):
 
 class ConfigError(PliantError):
     """A value from the user is wrong; the message names it and the remedy."""
+
+
+MAX_TOLD = 20
+"""A wrong file is refused with at most this many of its mistakes; the others are counted."""
+
+
+def refuse_file(mistakes: Sequence[str], remedy: str = "") -> ConfigError:
+    """Return the error for a file with these mistakes, each of them a line with file and line number.
+
+    Of many, the first are told and the rest are counted. `remedy` is one more line: what helps against all of them.
+    """
+    told = list(mistakes[:MAX_TOLD])
+    if rest := len(mistakes) - len(told):
+        told.append(f"and {rest} more mistake{'' if rest == 1 else 's'}")
+    return ConfigError("\n".join([*told, *([remedy] if remedy else [])]))
 
 
 class InvalidView(ConfigError):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pliant.errors import ConfigError, reason
+from pliant.errors import ConfigError, reason, refuse_file
 
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 16
+"""Larger files are refused: nobody writes them by hand, and reading one would take seconds."""
+MAX_OPEN_BRACKETS = 1000
+NESTED = "nested too deeply for a file that people write"
 KeyPath = tuple[str | int, ...]
 """The keys and indices that lead to a value, such as ("args", 1)."""
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -53,11 +56,20 @@ class YamlSource:
                 line where it is known.
         """
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: no such file was written by hand")
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)  # no more: a device such as /dev/zero has no end
+        except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}; give a YAML file") from None
+        if len(data) > MAX_FILE_BYTES:
+            line = data.count(b"\n") + 1
+            raise ConfigError(
+                f"{path}:{line}: the file is larger than {MAX_FILE_BYTES} bytes: no such file was written by hand"
+            )
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise ConfigError(f"{path}:{line}: {reason(error)}; give a YAML file, in UTF-8") from None
         return cls(path, _parse(path, text))
 
     @property
@@ -77,22 +89,37 @@ class YamlSource:
         }
 
     def line(self, place: Sequence[str | int]) -> int:
-        """Return the line of the value at `place`, counted from 1; of its nearest parent if there is no such value."""
+        """Return the line of the value at `place`, counted from 1; of its nearest parent if there is no such value.
+
+        Steps that the file does not have are passed over: options of a selector stand beside its kind.
+        """
         node: yaml.Node = self._root
         line = node.start_mark.line
         for step in place:
-            if (child := _child(node, step)) is None:
-                break
-            line, node = child
+            if (child := _child(node, step)) is not None:
+                line, node = child
         return int(line) + 1
 
     def error(self, messages: Mapping[KeyPath, str]) -> ConfigError:
-        """Return an error with one line per message, in the file's order, each with the file and its line number."""
+        """Return an error with one line per message, in the file's order, each with the file and its line number.
+
+        Of very many mistakes the first are told, and the rest are counted.
+        """
         found = sorted((self.line(place), text) for place, text in messages.items())
-        return ConfigError("\n".join(f"{self.path}:{line}: {text}" for line, text in found))
+        return refuse_file([f"{self.path}:{line}: {text}" for line, text in found])
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Refuse brackets in brackets without end: the parser's time would grow with the square of their number."""
+    depth = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        depth += line.count("[") + line.count("{") - line.count("]") - line.count("}")
+        if depth > MAX_OPEN_BRACKETS:
+            raise ConfigError(f"{path}:{number}: {NESTED}")
 
 
 def _parse(path: Path, text: str) -> yaml.MappingNode:
+    _check_depth(path, text)
     try:
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -104,41 +131,46 @@ def _parse(path: Path, text: str) -> yaml.MappingNode:
             "; is a bracket or a quote not closed?" if "<stream end>" in why or "end of stream" in why else ""
         )
         raise ConfigError(f"{where}: not YAML: {why}{hint}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:  # a character that YAML does not allow; it says where, but not the line
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise ConfigError(f"{path}:{line}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply for a file that people write") from None
+        raise ConfigError(f"{path}:1: {NESTED}") from None
     if not isinstance(root, yaml.MappingNode):
-        what = "is empty" if root is None else "is no mapping"
-        raise ConfigError(f"{path} {what}: write lines such as `key: value`")
-    _check_plain(path, root, set())
+        what = "the file is empty" if root is None else "this is no mapping"
+        raise ConfigError(f"{path}:1: {what}: write lines such as `key: value`")
+    if wrong := list(_not_plain(root, set())):
+        raise refuse_file([f"{path}:{line}: {text}" for line, text in wrong])
     return root
 
 
-def _check_plain(path: Path, node: yaml.Node, seen: set[int]) -> None:
-    """Refuse what is not plain data. Lists and mappings that are referred to twice may be endless, and are refused."""
-    where = f"{path}:{node.start_mark.line + 1}"
+def _not_plain(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of all that is not plain data.
+
+    Lists and mappings that are referred to twice are refused: they may be endless, or become so when they are written out.
+    """
+    line = node.start_mark.line + 1
     if not node.tag.startswith(_TAG) or node.tag[len(_TAG) :] not in _PLAIN_TYPES:
-        raise ConfigError(
-            f"{where}: {node.tag.removeprefix(_TAG)!r} is no plain value: write text, numbers, lists and mappings"
-        )
+        yield line, f"{node.tag.removeprefix(_TAG)!r:.60} is no plain value: write text, numbers, lists and mappings"
     if isinstance(node, yaml.ScalarNode):
         return
     if id(node) in seen:
-        raise ConfigError(f"{where}: a list or mapping is used twice by &name and *name: write it out")
+        yield line, "a list or mapping is used twice by &name and *name: write it out"
+        return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check_plain(path, item, seen)
+            yield from _not_plain(item, seen)
         return
     named: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a key is a list or a mapping: use text")
-        if key.value in named:
-            raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value} is given twice")
-        named.add(key.value)
-        _check_plain(path, value, seen)
+            yield line, "a key is a list or a mapping: use text"
+        elif key.value in named:
+            yield key.start_mark.line + 1, f"{key.value:.60} is given twice"
+        else:
+            named.add(key.value)
+        yield from _not_plain(value, seen)
 
 
 def _text_value(node: yaml.Node) -> object:
@@ -158,7 +190,10 @@ def _plain_value(node: yaml.Node) -> object:
         return {str(key.value): _plain_value(value) for key, value in node.value}
     if node.tag in (_TAG + "str", _TAG + "timestamp"):
         return str(node.value)
-    return yaml.SafeLoader("").construct_object(node)
+    try:
+        return yaml.SafeLoader("").construct_object(node)
+    except ValueError:  # such as a number of thousands of digits, or 0x_: then it is text, and refused as such
+        return str(node.value)
 
 
 def _child(node: yaml.Node, step: str | int) -> tuple[int, yaml.Node] | None:
@@ -175,6 +210,53 @@ def _child(node: yaml.Node, step: str | int) -> tuple[int, yaml.Node] | None:
 
 # --- messages for what is wrong ---
 
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class JointMistakes(ValueError):
+    """Values that do not fit together: what is wrong with each key. A validator of a model raises it."""
+
+    def __init__(self, messages: Mapping[KeyPath, str]) -> None:
+        super().__init__("; ".join(messages.values()))
+        self.messages = messages
+
+
+def validate(
+    model: type[Model],
+    given: Mapping[str, object],
+    *,
+    stand_ins: Mapping[str, object] | None = None,
+    examples: Mapping[str, str] | None = None,
+    hidden: Collection[str] = (),
+) -> tuple[Model | None, dict[KeyPath, str]]:
+    """Return the model of the given values, and a sentence for each mistake in them, by where it is.
+
+    Values that are wrong are left out, so that what is wrong with the rest is found, too: the model has their defaults, or
+    the `stand_ins` for them. It is None if it cannot be made. `examples` and `hidden` are those of `validation_messages`.
+    """
+    wrong: dict[KeyPath, str] = {}
+    rest = dict(given)
+    for _ in range(3):  # the values; whether they fit together; and without those that do not
+        try:
+            return model.model_validate(rest), wrong
+        except ValidationError as error:
+            found = validation_messages(error, model, examples=examples, hidden=hidden)
+        for place, message in found.items():
+            wrong.setdefault(place, message)
+            rest = _without(rest, place)
+            if len(place) == 1 and str(place[0]) in (stand_ins or {}):
+                rest[str(place[0])] = (stand_ins or {})[str(place[0])]
+    return None, wrong
+
+
+def _without(given: Mapping[str, object], place: KeyPath) -> dict[str, object]:
+    """Return the values without the one at `place`; a list is left out as a whole."""
+    key, *below = place
+    inner = given.get(str(key))
+    if below and isinstance(inner, Mapping) and below[0] in inner:
+        return {**given, str(key): _without(inner, tuple(below))}
+    return {name: value for name, value in given.items() if name != key}
+
 
 def validation_messages(
     error: ValidationError,
@@ -190,7 +272,11 @@ def validation_messages(
     found: dict[KeyPath, str] = {}
     for detail in error.errors():
         # Not a mistake of its own: a default could not be computed, because a value before it is wrong.
-        if detail["type"] != "default_factory_not_called":
+        error_of_ours = detail.get("ctx", {}).get("error")
+        if isinstance(error_of_ours, JointMistakes):
+            for place, text in error_of_ours.messages.items():
+                found.setdefault((*detail["loc"], *place), text)
+        elif detail["type"] != "default_factory_not_called":
             found.setdefault(_place_of(detail), _describe(detail, model, examples or {}, hidden))
     return found
 

@@ -45,6 +45,7 @@ TORCH_FREE = [
     "pliant.fed.selection.selectors",
     "pliant.fed.selection.testing",
     "pliant.fed.clients",
+    "pliant.fed.data.names",
     "pliant.fed.data.partition",
     "pliant.fed.workers",
     "pliant.fed.flower.client",

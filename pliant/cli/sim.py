@@ -66,6 +66,9 @@ def sim(
             completion.trace_formats,
         ),
     ] = "",
+    skip_bad: Annotated[
+        bool, option("--skip-bad", "", "Go on without the wrong rows of the trace, and count them; else it is refused.")
+    ] = False,
     seed: Annotated[int, option("--seed", "", "Seed for what a trace leaves open, and for synthetic traces.")] = 0,
     speed: Annotated[
         str,
@@ -94,7 +97,7 @@ def sim(
     """Simulate a trace of jobs on a cluster under each scheduling policy: completion times, makespan, devices in use."""
     from pliant.sched import compare as simulation
     from pliant.sched import policies as schedulers
-    from pliant.sched import traces
+    from pliant.sched import pollux, traces
     from pliant.sched.cluster import Reservation
     from pliant.sched.compare import SimulationSetting, compare
 
@@ -105,7 +108,8 @@ def sim(
     if processes < 0:
         raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
     with show_waiting(f"reading {trace}"):
-        found = traces.read(trace, form, seed=seed, limit=limit)
+        measured = pollux.load(Path(profiles)) if profiles else None
+        found = traces.read(trace, form, seed=seed, limit=limit, skip_bad=skip_bad, profiles=measured)
     setting = SimulationSetting(
         trace=found,
         cluster=cluster or (POLLUX if found.form == "pollux" else MIXED),
@@ -122,7 +126,7 @@ def sim(
     args = {
         "trace": trace, "format": found.form, "cluster": setting.cluster, "policy": chosen, "interval": interval, "seed": seed,
         "profiles": profiles, "limit": limit, "restart": restart, "pause": pause, "speed": speed,
-        "reserve": reserve or [],
+        "reserve": reserve or [], "skip_bad": skip_bad,
     }  # fmt: skip
     answer = simulation.result(setting, outcomes, args)
     save_json(answer, json_file)

@@ -65,6 +65,7 @@ def submit(
             given = [client.ask(lambda asked: (asked.job if was_interrupted else asked.resume)(resume), wait=False)]
             _print_submitted(given[0], is_shown=is_shown)
         else:
+            client.ask(functools.partial(_check_devices, files or [], jobs), wait=False)
             given = _submit_all(client, jobs, is_shown=is_shown)
         if wait:
             given = _wait_for_end(client, given, is_shown=is_shown and is_read_by_people())
@@ -95,6 +96,20 @@ def _read_all(files: list[Path], name: str) -> list[JobFile]:
     if refusals:
         raise ConfigError("\n".join(refusals))
     return jobs
+
+
+def _check_devices(files: list[Path], jobs: list[JobFile], client: JobsClient) -> None:
+    """Refuse jobs that could never run on the cluster's devices before any job is submitted, with file and line."""
+    from pliant.jobs.scheduler import demand_of
+    from pliant.yaml_source import YamlSource
+
+    devices = client.cluster().devices
+    refusals = []
+    for file, job in zip(files, jobs, strict=True):
+        if wrong := demand_of(job.job).misfits(devices):
+            refusals.append(str(YamlSource.read(file).error({(key,): text for key, text in wrong.items()})))
+    if refusals:
+        raise ConfigError("\n".join(refusals))
 
 
 def _submit_all(client: ReconnectingClient, jobs: list[JobFile], *, is_shown: bool) -> list[JobStatus]:

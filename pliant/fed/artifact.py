@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob, FedPlacement, absolute, check_parts, with_absolute_paths
@@ -29,7 +27,7 @@ from pliant.yaml_source import (
     default_job_name,
     name_error,
     unknown_key_message,
-    validation_messages,
+    validate,
 )
 
 FORM_KEYS = ("job_conf", "ps_ip")
@@ -350,7 +348,7 @@ FROM: Mapping[tuple[str, ...], str] = {
     **{(name,): key for name, key in PLAIN.items()}, **{("local", name): key for name, key in LOCAL.items()},
     ("name",): "job_name", ("participants",): "total_worker", ("selector",): "sample_mode", ("model",): "model",
     ("aggregator",): "gradient_policy", ("data", "kind"): "data_set", ("data", "path"): "data_dir",
-    ("data", "map"): "data_mapfile", ("devices",): "client_path", ("data",): "data_set",
+    ("data", "map"): "data_mapfile", ("data", "clients"): "num_clients", ("concurrency",): "max_concurrency", ("devices",): "client_path", ("data",): "data_set",
 }  # fmt: skip
 """The artifact's key to blame for a mistake in a field of `FedConfig`."""
 
@@ -358,9 +356,9 @@ FROM: Mapping[tuple[str, ...], str] = {
 def read_artifact(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the job that a file in the artifact's form describes; `name` overrides the file's."""
     said = source.values(source.keys)
+    keys = parse_keys(said.get("job_conf", []))
     if "job_conf" not in said:
-        raise source.error({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
-    keys = parse_keys(said["job_conf"])
+        keys.wrong[("ps_ip",)] = "job_conf is missing: add a list of keys, as in `- total_worker: 100`"
     folder = source.path.absolute().parent
     is_named = bool(name) or "job_name" in keys.said
     chosen = name or keys.said.get("job_name", default_job_name(source.path))
@@ -369,7 +367,8 @@ def read_artifact(source: YamlSource, name: str = "") -> FederatedJob:
         if text and (why := name_error(text)):
             keys.refuse(key, why)
     placement = _placement(said, keys, folder)
-    config = _config(keys, chosen, placement.places.count if placement.places else 0, folder)
+    num_workers = placement.places.count if placement.places else 0
+    config = _config(keys, chosen, num_workers, folder) if "job_conf" in said else None
     if keys.wrong or config is None:
         raise source.error(keys.wrong)
     remarks = sorted((source.line(place), what) for place, what in keys.remarks.items())
@@ -397,12 +396,16 @@ def _config(keys: ArtifactKeys, name: str, num_workers: int, folder: Path) -> Fe
         keys.refuse("task", f"{said['task']}: there are {', '.join(TASKS)}")
     participants = said["total_worker"] or num_workers or 1
     text, image = {"optimizer": "adamw"}, {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
+    data = _data_config(keys, participants)
+    if not said["total_worker"]:
+        what = f"no total_worker (num_participants): {participants} take part in a round, one for each worker"
+        keys.remarks.setdefault(("job_conf",), what)
     cost = next((cost for begin, cost in COST.items() if said["model"].startswith(begin)), 1.0)
     values: dict[str, Any] = {
         **{name: said[key] for name, key in PLAIN.items()},
         "name": name,
         "participants": participants,
-        "data": _data_config(keys, participants),
+        "data": data,
         "model": _model(keys),
         "local": {**{name: said[key] for name, key in LOCAL.items()}, **(text if said["task"] == "nlp" else image)},
         "selector": _selector(keys),
@@ -417,22 +420,27 @@ def _config(keys: ArtifactKeys, name: str, num_workers: int, folder: Path) -> Fe
         values["malicious"] = 1 / said["malicious_factor"] if said["malicious_factor"] < 1e6 else 0.0
     if "client_path" not in said:
         what = "no client_path (device_conf_file): the clients' devices are synthetic, drawn like FedScale's"
-        keys.remarks.setdefault(("job_conf",), what)
+        keys.remarks[("job_conf",)] = "; ".join(filter(None, [keys.remarks.get(("job_conf",)), what]))
     if values["aggregator"]["kind"] == "fed-buff":
-        values["concurrency"] = said["max_concurrency"]
+        # The default is for larger jobs; who writes a number means it.
+        most = data["clients"] or said["max_concurrency"]
+        values["concurrency"] = (
+            said["max_concurrency"] if "max_concurrency" in keys.places else min(said["max_concurrency"], most)
+        )
     if keys.is_fedscale and "clip_threshold" in said:
         noise = said.get("noise_factor", 0.1)
         values["privacy"] = {"clip": said["clip_threshold"], "noise_multiplier": noise, "where": "client",
                              "delta": said["target_delta"]}  # fmt: skip
-    try:
-        config, missing = with_absolute_paths(FedConfig.model_validate(values), folder)
-    except ValidationError as error:
-        for place, what in validation_messages(error, FedConfig).items():
-            keys.refuse(_artifact_key(place), f"as {what}")
+    made, wrong = validate(FedConfig, values)
+    for place, what in wrong.items():
+        keys.refuse(_artifact_key(place), f"as {what}")
+    if made is None:
         return None
+    config, missing = with_absolute_paths(made, folder)
     for place, path in missing.items():
         keys.refuse(_artifact_key(place), f"{path}: no such file or folder; give the path of yours")
-    for found, what in check_parts(config).items():
+    sizes = config.check_sizes(config.data.clients) if config.data.clients else {}
+    for found, what in {**sizes, **check_parts(config, is_wrong=bool(keys.wrong))}.items():
         keys.refuse(_artifact_key(found), what, ": ")
     return config
 

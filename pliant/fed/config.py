@@ -6,9 +6,12 @@ Nothing here opens a file; `jobfile` and `artifact` read configs from files.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pliant.yaml_source import JointMistakes, KeyPath
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -19,12 +22,13 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed as torch's generators take it."""
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 """A number that fits into single precision."""
+MAX_CLIENTS = 10**8
 Option = int | float | str | bool | None
 """Value of an option of a selector or an aggregator, which checks it."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NamedOptions(_Section):
@@ -32,6 +36,20 @@ class NamedOptions(_Section):
 
     kind: str
     options: dict[str, Option] = {}
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _plain(cls, given: object) -> object:
+        listed = given.items() if isinstance(given, dict) else ()
+        wrong: dict[KeyPath, str] = {
+            (name,): f"{name} {value!r:.60}: use a number, text, true or false"
+            for name, value in listed
+            if not isinstance(value, int | float | str | None)
+            or (isinstance(value, float) and not math.isfinite(value))
+        }
+        if wrong:
+            raise JointMistakes(wrong)
+        return given
 
 
 class DataConfig(_Section):
@@ -44,7 +62,7 @@ class DataConfig(_Section):
     partition: Literal["natural", "iid", "dirichlet", "shards"] = "iid"
     map: str = ""
     """Client map (CSV, or FedScale's pickle) for natural partitions."""
-    clients: Natural = 100
+    clients: Annotated[int, Field(ge=0, le=MAX_CLIENTS)] = 100
     """Number of clients. For natural partitions, the first so many; 0 for all."""
     alpha: Positive = 0.1
     """Concentration of Dirichlet partitions."""
@@ -52,6 +70,8 @@ class DataConfig(_Section):
     """Shards per client, for the partition into shards."""
     sizes: str = ""
     """Table of clients' sizes to draw from; empty: all clients get equally many samples."""
+    scale_sizes: bool = False
+    """Whether sizes from a table are scaled down if they sum to more samples than there are; if not, that is an error."""
     least: Count = 1
     """Clients with fewer samples are left out; sizes from a table are raised to this."""
     most: Natural = 0
@@ -145,14 +165,29 @@ class FedConfig(_Section):
 
     @model_validator(mode="after")
     def _together(self) -> FedConfig:
-        if self.data.partition != "natural" and self.data.clients < 1:
-            raise ValueError(f"data.clients {self.data.clients}: a {self.data.partition} partition needs 1 or more")
+        wrong: dict[KeyPath, str] = {}
+        clients = self.data.clients
+        if self.data.partition != "natural" and clients < 1:
+            wrong[("data", "clients")] = f"data.clients {clients}: a {self.data.partition} partition needs 1 or more"
         steps, size = self.local.steps, self.local.batch_size
         if steps * size > MAX_SAMPLES:
             key, other = ("steps", "batch_size") if steps > size else ("batch_size", "steps")
             given = f"{max(steps, size)} with local.{other} {min(steps, size)}"
-            raise ValueError(f"local.{key} {given}: use no more than {MAX_SAMPLES} samples of a client in a round")
+            wrong[("local", key)] = (
+                f"local.{key} {given}: use no more than {MAX_SAMPLES} samples of a client in a round"
+            )
+        if wrong:
+            raise JointMistakes(wrong)
         return self
+
+    def check_sizes(self, num_clients: int) -> dict[KeyPath, str]:
+        """Return what is wrong with the numbers of clients that this job asks for, by key, if it has so many clients."""
+        asked = {("participants",): self.participants, ("concurrency",): self.concurrency}
+        return {
+            place: f"{place[0]} {count}: the job has {num_clients} clients; use {num_clients} or less, or more clients"
+            for place, count in asked.items()
+            if count > num_clients
+        }
 
     @property
     def invited(self) -> int:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.workers import WorkerPlaces, parse_workers
-from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,8 @@ MAX_TABLE_BYTES = 16 << 20
 """Larger tables are not read by the checks, only by the job."""
 NUM_DIGITS = 1438
 """Training samples of `digits`."""
+NUM_TESTS = {"digits": 359, "fashion-mnist": 10_000}
+"""Test samples by kind of data, where that is known."""
 SHAPES = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28), "images": (3, 64, 64), "speech": (1, 32, 32)}
 """Shape of a sample by kind of data; samples of the other kinds are texts."""
 
@@ -171,29 +173,42 @@ class _FederatedFile(FedConfig, FedPlacement):
     priority: int = 0
 
 
+def kind_mistakes(said: Mapping[str, object]) -> dict[KeyPath, str]:
+    """Return what is wrong with the `kind` of a job file; for files of any form."""
+    kind = said.get("kind", "train")
+    if kind in ("train", "federated"):
+        return {}
+    return {("kind",): f"kind {kind!r:.60} is not known: use train or federated"}
+
+
 def read_federated(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the job that a file in our form describes; `name` overrides the file's."""
     said = source.values(TEXTS)
     for section in ("selector", "aggregator"):
         if section in said:
             said[section] = _with_numbers(said[section])
-    wrong: dict[KeyPath, str] = {}
+    wrong = kind_mistakes(said)
     if "name" in said and (why := name_error(str(said["name"]))):
         wrong[("name",)] = f"name {why}"
     is_named = bool(name) or "name" in said
     said["name"] = name or said.get("name") or default_job_name(source.path)
-    try:
-        both = _FederatedFile.model_validate(said)
-    except ValidationError as error:
-        found = validation_messages(error, _FederatedFile, examples={"participants": "participants: 20"})
-        raise source.error(found | wrong) from None
+    both, found = validate(_FederatedFile, said, examples={"participants": "participants: 20"})
+    wrong = found | wrong
+    if both is None:
+        raise source.error(wrong)
     folder = source.path.absolute().parent
     config = FedConfig.model_validate({key: getattr(both, key) for key in FedConfig.model_fields})
     config, missing = with_absolute_paths(config, folder)
-    wrong |= {place: f"{'.'.join(place)} {path}: no such file or folder" for place, path in missing.items()}
-    wrong |= check_parts(config)
     placement = FedPlacement(**{key: getattr(both, key) for key in FedPlacement.model_fields})
-    wrong |= _check_tls(placement, folder)
+    later: dict[KeyPath, str] = {
+        place: f"{'.'.join(place)} {path}: no such file or folder" for place, path in missing.items()
+    }
+    if config.data.partition != "natural" and config.data.clients:  # of a natural one, the data tell how many there are
+        later |= config.check_sizes(config.data.clients)
+    later |= _check_tls(placement, folder)
+    # A default stands in for a value that is wrong already: nothing is said about that.
+    later |= check_parts(config, is_wrong=bool(wrong or later))
+    wrong |= {place: text for place, text in later.items() if not any(place[: len(bad)] == bad for bad in wrong)}
     if wrong:
         raise source.error(wrong)
     paths = {key: absolute(path, folder) for key in PATHS if (path := getattr(placement, key))}
@@ -241,8 +256,6 @@ def with_absolute_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dic
 
 def _check_tls(placement: FedPlacement, folder: Path) -> dict[KeyPath, str]:
     """Return what is wrong with the TLS files. Checked also without workers, which may be added later."""
-    from pliant.fed.coordinator import server_tls
-
     paths = {key: getattr(placement, key) for key in ("tls_certificate", "tls_key")}
     full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}
     wrong: dict[KeyPath, str] = {
@@ -251,6 +264,8 @@ def _check_tls(placement: FedPlacement, folder: Path) -> dict[KeyPath, str]:
     if not wrong and paths["tls_key"] and not paths["tls_certificate"]:
         wrong[("tls_key",)] = "tls_key is of no use without its certificate: add tls_certificate"
     elif not wrong and paths["tls_certificate"]:  # the file may hold the key, too
+        from pliant.fed.coordinator import server_tls
+
         try:
             server_tls(full["tls_certificate"], full["tls_key"])
         except ConfigError as error:
@@ -271,21 +286,27 @@ def _with_numbers(given: object) -> object:
 # --- checks ---
 
 
-def check_parts(config: FedConfig) -> dict[KeyPath, str]:
-    """Return what is wrong with the selector, aggregator, model and data that a config names. Imports torch."""
-    from pliant.fed.aggregation import make_aggregator
-    from pliant.fed.data import build, models
+def check_parts(config: FedConfig, *, is_wrong: bool = False) -> dict[KeyPath, str]:
+    """Return what is wrong with the selector, aggregator, model and data that a config names.
+
+    The options of the aggregator are checked last, if nothing else `is_wrong`, because that imports torch.
+    """
+    from pliant.fed.data import names
     from pliant.fed.selection.selectors import make_selector
 
     selector, aggregator = config.selector, config.aggregator
-    checks: dict[KeyPath, Callable[[], object]] = {
+    wrong = _failures({
         ("selector",): lambda: make_selector(selector.kind, **selector.options),  # type: ignore[arg-type]
-        ("aggregator",): lambda: make_aggregator(aggregator.kind, aggregator.options),  # type: ignore[arg-type]
-        ("model",): lambda: models.check_name(config.model),
-        ("data", "kind"): lambda: build.check_kind(config.data),
-        ("data", "path"): lambda: build.check_path(config.data),
-    }
-    return _failures(checks)
+        ("aggregator",): lambda: names.check_aggregator(aggregator.kind),
+        ("model",): lambda: names.check_model(config.model),
+        ("data", "kind"): lambda: names.check_kind(config.data),
+        ("data", "path"): lambda: names.check_path(config.data),
+    })  # fmt: skip
+    if wrong or is_wrong:
+        return wrong
+    from pliant.fed.aggregation import make_aggregator
+
+    return _failures({("aggregator",): lambda: make_aggregator(aggregator.kind, aggregator.options)})  # type: ignore[arg-type]
 
 
 def _failures(checks: Mapping[KeyPath, Callable[[], object]]) -> dict[KeyPath, str]:
@@ -363,6 +384,8 @@ def _check_num_samples(data: DataConfig) -> None:
     """Check that there is a sample for each client, where the number of samples is known."""
     from pliant.fed.data import datasets, partition
 
+    if data.kind in NUM_TESTS:
+        partition.check_test_samples(NUM_TESTS[data.kind], data.test_samples)
     if data.partition == "natural" or data.sizes:
         return
     if data.kind == "digits":

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, refuse_file
 
 
 def read_pickle(path: Path) -> object:
@@ -140,24 +140,33 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _num_samples(path: Path, rows: list[dict[str, str]]) -> list[int]:
-    return read_column(path, rows, "num_samples", int, "use a whole number")
+    return read_column(path, rows, "num_samples", _size, "use a whole number, 0 or more")
+
+
+def _size(text: str) -> int:
+    if (size := int(text)) < 0:
+        raise ValueError
+    return size
 
 
 def read_column(path: Path, rows: list[dict[str, str]], name: str, parse: Callable[[str], T], remedy: str) -> list[T]:
-    """Parse one column of `read_rows`. What `parse` refuses is a ConfigError with the number of its line and the remedy."""
+    """Parse one column of `read_rows`. What `parse` refuses is a ConfigError with a line for each mistake."""
     if name not in rows[0]:
         raise ConfigError(f"{path}: no column {name!r} among {', '.join(rows[0])}")
-    found = []
+    found, wrong = [], []
     for place, row in enumerate(rows):
         try:
             found.append(parse(row[name]))
         except ValueError:
-            line = _line_number(path, place)
-            raise ConfigError(f"{path}: row {line}, {name}: {row[name]!r:.60}: {remedy}") from None
+            wrong.append(place)
+    if wrong:
+        lines = _line_numbers(path)
+        raise refuse_file([f"{path}:{lines[place]}: {name} {rows[place][name]!r:.60}: {remedy}" for place in wrong])
     return found
 
 
-def _line_number(path: Path, place: int) -> int:
+def _line_numbers(path: Path) -> list[int]:
+    """Return the last line of each row of a CSV."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        return next((reader.line_num for number, _ in enumerate(reader) if number == place), place + 2)
+        return [reader.line_num for _ in reader]

@@ -116,6 +116,18 @@ class Demand:
     rigid: bool = False
     """Whether the job runs on `max` devices (all there are, if that is less) or not at all."""
 
+    def misfits(self, devices: Counts) -> dict[str, str]:
+        """Return by key of the job file what keeps the job from ever running on these devices; empty if nothing does."""
+        mine = [devices[kind] for kind in self.devices or devices if kind in devices]
+        there = devices_in_words(devices)
+        if not mine:
+            return {"devices": f"devices {', '.join(self.devices)}: the cluster has {there}; name one of these types"}
+        most = sum(mine) if self.mixed else max(mine)
+        if self.rigid or self.min <= most:
+            return {}
+        how = "" if self.mixed or len(mine) == 1 else ", and the job has one type at a time"
+        return {"min": f"min {self.min}: the cluster has {there}{how}; use {most} or less"}
+
 
 @dataclass(slots=True)
 class ManagedJob:
@@ -300,12 +312,9 @@ class SchedulerState:
         if demand.name in self.jobs:
             was = self.jobs[demand.name].state
             raise NameTaken(f"name {demand.name!r} is taken by a job that is {was}: choose another one")
+        if wrong := demand.misfits(self.devices):
+            raise ConfigError("; ".join(wrong.values()))
         job = ManagedJob(demand=demand, number=self._next_number, submitted_s=now_s)
-        if not job.may_use(self.devices):
-            raise ConfigError(
-                f"devices {', '.join(demand.devices)}: the cluster has {devices_in_words(self.devices)}; "
-                "name one of these types"
-            )
         self._next_number += 1
         self.jobs[demand.name] = job
         self._note(job, "submitted", job.why)

@@ -18,9 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pliant.errors import ConfigError
 from pliant.fed import artifact
 from pliant.fed.jobfile import KEYS as FEDERATED_KEYS
-from pliant.fed.jobfile import FederatedJob, check_files, read_federated
+from pliant.fed.jobfile import FederatedJob, check_files, kind_mistakes, read_federated
 from pliant.identity import parse_verify
-from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
+from pliant.yaml_source import (
+    JointMistakes,
+    KeyPath,
+    YamlSource,
+    default_job_name,
+    name_error,
+    next_free_name,
+    validate,
+    validation_messages,
+)
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
@@ -144,20 +153,22 @@ class TrainJob(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainJob:
+        wrong: dict[KeyPath, str] = {}
         if self.max > self.replicas:
-            raise ValueError(
+            wrong[("max",)] = (
                 f"max {self.max}: with {self.replicas} replicas, {self.replicas} devices are the most it can use"
             )
-        if self.min > self.max:
-            raise ValueError(f"min {self.min} is more than max {self.max}: lower the one or raise the other")
-        if self.workers > self.max:
-            raise ValueError(f"workers {self.workers} is more than max {self.max}: lower the one or raise the other")
+        for key, count in (("min", self.min), ("workers", self.workers)):
+            if count > self.max:
+                wrong[(key,)] = f"{key} {count} is more than max {self.max}: lower the one or raise the other"
         if self.mixed and self.determinism != "D2":
-            raise ValueError("mixed: unlike devices change bits below D2; add determinism: D2")
+            wrong[("mixed",)] = "mixed: unlike devices change bits below D2; add determinism: D2"
         if self.devices and (strange := set(self.speed) - set(self.devices)):
-            raise ValueError(
+            wrong[("speed",)] = (
                 f"speed of {', '.join(sorted(strange))}: not among its devices; add it there, or leave it out"
             )
+        if wrong:
+            raise JointMistakes(wrong)
         return self
 
     def run_flags(self) -> list[str]:
@@ -176,6 +187,8 @@ JobSpec = TrainJob | FederatedJob
 """A job of any kind. In JSON and YAML the key `kind` tells which; without it, it is a train job."""
 
 _HIDDEN = ("directory", "kind")
+_STAND_INS = {"program": "/", "replicas": MAX_REPLICAS, "determinism": "D2"}
+"""Taken for these keys if they are wrong or missing, to see what is wrong with the others."""
 _EXAMPLES = {"program": "program: train.py", "replicas": "replicas: 4"}
 
 
@@ -232,11 +245,10 @@ def read_job(file: YamlSource | Path, name: str = "") -> JobFile:
 
 
 def is_federated(source: YamlSource) -> bool:
-    """Return whether the file describes a federated job, by its kind or its keys."""
+    """Return whether the file describes a federated job, by its kind; by its keys, if it has none of the known kinds."""
     kind = source.values(TEXTS).get("kind", "")
-    if kind not in ("", "train", "federated"):
-        raise source.error({("kind",): f"kind {kind!r:.60} is not known: use train or federated"})
-    return kind == "federated" or (not kind and bool(set(source.keys) & {*FEDERATED_KEYS, *artifact.FORM_KEYS}))
+    by_keys = bool(set(source.keys) & {*FEDERATED_KEYS, *artifact.FORM_KEYS})
+    return kind == "federated" or (kind != "train" and by_keys)
 
 
 def read_federated_form(source: YamlSource, name: str = "") -> FederatedJob:
@@ -261,7 +273,7 @@ def _log_path_place(source: YamlSource) -> KeyPath:
 
 def _read_train(source: YamlSource, name: str) -> JobFile:
     said = source.values(TEXTS)
-    wrong: dict[KeyPath, str] = {}
+    wrong = kind_mistakes(said)
     if "directory" in said:
         wrong[("directory",)] = "unknown key 'directory': a job runs where its file is"
     folder = source.path.absolute().parent
@@ -276,7 +288,8 @@ def _read_train(source: YamlSource, name: str) -> JobFile:
         said["program"] = "-m"
         if isinstance(given, list):
             said["args"] = [*words, *given]
-        if not words and not given:
+        first = next(iter([*words, *(given if isinstance(given, list) else [])]), "-")
+        if str(first).startswith("-"):
             wrong[("program",)] = "program -m: name the module, as in `program: -m package.train`"
     elif isinstance(program, str):
         said["program"] = os.path.normpath(folder / program)
@@ -286,12 +299,11 @@ def _read_train(source: YamlSource, name: str) -> JobFile:
             wrong[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
     said["name"] = name or said.get("name") or default_job_name(source.path)
-    try:
-        job = TrainJob.model_validate({**said, "directory": str(folder)})
-    except ValidationError as error:
-        wrong = validation_messages(error, TrainJob, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
-    if wrong:
-        raise source.error(wrong)
+    job, found = validate(
+        TrainJob, {**said, "directory": str(folder)}, stand_ins=_STAND_INS, examples=_EXAMPLES, hidden=_HIDDEN
+    )
+    if job is None or found or wrong:
+        raise source.error(found | wrong)
     return JobFile(job, is_named=is_named)
 
 

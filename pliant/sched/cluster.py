@@ -7,7 +7,6 @@ with measured speeds.
 from __future__ import annotations
 
 import bisect
-import csv
 import heapq
 import math
 from abc import ABC, abstractmethod
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason, refuse_file
 from pliant.sched.planner import Counts, DevicePlan, DeviceType, Proposal, Types, best_plan
+from pliant.sched.rows import check_header, decode, read_header, read_rows
 
 # --- jobs ---
 
@@ -296,6 +296,10 @@ class ClusterNode:
     devices: int
 
 
+MAX_DEVICES, DIGITS = 10**6, 12
+"""Most devices of one type, and most digits of their number."""
+
+
 @dataclass(slots=True)
 class Cluster:
     """The devices of a cluster."""
@@ -342,7 +346,9 @@ class Cluster:
             kind, _, amount = part.strip().partition("=")
             number, by, each = amount.partition("x")
             if not kind or not number.isdecimal() or (by and not each.isdecimal()) or kind in counts:
-                raise ConfigError(f"--cluster {part!r}: use TYPE=DEVICES or TYPE=NODESxDEVICES, each type once")
+                raise ConfigError(f"--cluster {part!r:.60}: use TYPE=DEVICES or TYPE=NODESxDEVICES, each type once")
+            if len(number) + len(each) > DIGITS or int(number) * int(each or 1) > MAX_DEVICES:
+                raise ConfigError(f"--cluster {part!r:.60}: use {MAX_DEVICES:,} devices of a type, or less")
             counts[kind] = int(number) * int(each or 1)
             nodes += [ClusterNode(kind, int(each))] * int(number) if by else []
         if nodes and sum(node.devices for node in nodes) != sum(counts.values()):
@@ -397,13 +403,22 @@ def reserved_over_time(reservations: Sequence[Reservation]) -> list[tuple[float,
 
 def _read_openb(path: Path) -> Cluster:
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        return Cluster.of_nodes(
-            ClusterNode(row["model"].lower(), int(row["gpu"])) for row in rows if int(row["gpu"]) > 0
-        )
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
-        raise ConfigError(f"--cluster {path}: {error!r}; give a CSV with the columns sn, gpu and model") from None
+        text = decode(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"--cluster {path}: {reason(error)}; give a CSV with the columns sn, gpu and model") from None
+    nodes, mistakes = (
+        [],
+        [f"{path}:1: {each}" for each in check_header(read_header(text), ("gpu", "model"), "a CSV of nodes")],
+    )
+    for row in () if mistakes else read_rows(text):
+        if not row.mistakes:
+            nodes.append(ClusterNode(row.text("model").lower(), row.whole("gpu", most=MAX_DEVICES)))
+        mistakes += [f"{path}:{row.line}: {mistake}" for mistake in row.mistakes]
+    if mistakes:
+        raise refuse_file(mistakes)
+    if not any(node.devices for node in nodes):
+        raise ConfigError(f"{path}:1: no node in it has a GPU; give a CSV with the columns sn, gpu and model")
+    return Cluster.of_nodes(node for node in nodes if node.devices)
 
 
 class DevicePlacer:

@@ -170,6 +170,12 @@ def result(
         "ours": {"policy": name, "median_s": ours["jct_median_s"], "iqr_s": None, "mean_s": ours["jct_mean_s"]},
         "peers": {each: _peer(numbers, ours) for each, numbers in policies.items() if each != name},
         "bound": None,
+        "trace": {
+            "format": setting.trace.form,
+            "jobs": len(setting.trace.entries),
+            "unused_rows": setting.trace.unused_rows,
+            "skipped_rows": setting.trace.skipped_rows,
+        },
         "policies": policies,
         "factors": factors(policies),
         "machine": machine(),
@@ -211,4 +217,9 @@ def remarks(setting: SimulationSetting) -> list[str]:
     if setting.live_pause_s is not None:
         charged += f"; live_resize: a change of devices is charged the {setting.live_pause_s:g} s of a live resize"
     reserved = [RESERVED_NOTE] if setting.reservations else []
+    most = max(Cluster.parse(setting.cluster).counts.values())
+    if large := sum(entry.devices > most for entry in setting.trace.entries):
+        reserved.append(
+            f"{large} jobs ask for more devices than there are of any type ({most} at most): their replicas share devices"
+        )
     return [charged, *reserved, *setting.trace.notes, *notes]

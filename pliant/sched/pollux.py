@@ -172,6 +172,11 @@ class Application:
         sqr, var = self.noise(total, epoch)
         return gain(total / self.init_batch, var, sqr) / (step + (step - sync) * (turns - 1))
 
+    def check_job(self, replicas: int, batch: int) -> None:
+        """Raise ConfigError if a job of this size is outside of what was measured."""
+        self.around(batch)
+        self.make_job("job", 0.0, replicas, batch, "gpu")
+
     def make_job(self, name: str, submitted_s: float, replicas: int, batch: int, kind: str) -> ScheduledJob:
         """Make a job of a Pollux workload, which keeps the batch size that it was submitted with."""
         atomic, _ = self.split(batch, replicas)

@@ -15,9 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.errors import ConfigError, PliantError
-from pliant.sched.cluster import Cluster, ClusterJobs, DevicePlacer, ScheduledJob, SchedulingPolicy
+from pliant.sched.cluster import Cluster, ClusterJobs, DevicePlacer, ScheduledJob, SchedulingPolicy, gang
 
 _SUBMIT, _RESERVE, _END = 0, 1, 2
+MIN_INTERVAL_S = 1e-3
+"""Rounds are at least so far apart, so that the clock can count them all."""
+IDLE_ROUNDS = 1000
+"""After so many rounds in a row in which nothing runs, changes or can happen, a simulation has come to a standstill."""
+NAMED_JOBS = 5
+"""Jobs that wait and are named when a simulation ends with an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +90,13 @@ class Simulation:
         keep_history: bool = False,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
-        if not 0 < interval_s < math.inf:
-            raise ConfigError(f"--interval {interval_s}: use seconds above 0")
+        if not MIN_INTERVAL_S <= interval_s < math.inf:
+            raise ConfigError(f"--interval {interval_s:g}: use seconds above 0, {MIN_INTERVAL_S:g} or more")
         if twice := [name for name, count in Counter(job.name for job in jobs).items() if count > 1]:
             raise ConfigError(f"{twice[0]!r} is the name of two jobs: give each its own")
         for number, job in enumerate(jobs):
+            if not 0 <= job.submitted_s < math.inf:
+                raise ConfigError(f"job {job.name} is submitted at {job.submitted_s} s: use seconds from 0")
             job.number, job.since_s = number, job.submitted_s
             if all(not cluster.counts.get(kind.name) for kind in job.usable(False)):
                 raise ConfigError(
@@ -117,14 +125,16 @@ class Simulation:
         Raises:
             PliantError: the policy gave more devices than there are, or some jobs can never run.
         """
-        reported = 0
+        reported, at_s, turns, idle = 0, -math.inf, 0, 0
         while len(self._outcome.jobs) < self._num_jobs:
             now = min(self._events[0][0] if self._events else math.inf, self._round_s)
-            if now == math.inf:
-                raise PliantError(
-                    f"{self._policy.name}: {self._jobs.num_waiting} jobs wait and nothing will happen any more: "
-                    "they ask for devices that never become free; give the cluster more of them"
-                )
+            if not now < math.inf:
+                raise self._standstill(at_s, "nothing will happen any more")
+            turns = turns + 1 if now == at_s else 0
+            # At one moment each job may end and be given devices once, and a round may be held after each of these.
+            if turns > 4 * self._num_jobs + 8:
+                raise self._standstill(at_s, "time no longer moves")
+            at_s = now
             happened = self._pop_events(now)
             if not self._policy.rounds:
                 if happened:
@@ -132,6 +142,11 @@ class Simulation:
             elif self._round_s <= now:
                 self._round_s = math.inf
                 changed = self._decide(now)
+                idle = 0 if changed or happened or self._events else idle + 1
+                if idle > IDLE_ROUNDS:
+                    raise self._standstill(
+                        at_s, f"nothing has changed in {IDLE_ROUNDS} rounds, and nothing else can happen"
+                    )
                 self._plan_round(now, self._policy.wakes_s(self._jobs, now) if not changed else now)
             elif happened:
                 self._plan_round(now, now, may_be_now=True)
@@ -141,6 +156,28 @@ class Simulation:
                 reported = len(self._outcome.jobs) // 256
                 self._progress(len(self._outcome.jobs) / self._num_jobs)
         return self._outcome
+
+    def _standstill(self, at_s: float, why: str) -> PliantError:
+        """Return the error for a simulation in which nothing goes on any more: which jobs wait, and for what."""
+        free = self._cluster.free(self._jobs)
+        stuck = [f"{job.name} ({self._reason_to_wait(job, free)})" for job in self._jobs.waiting()]
+        stuck += [
+            f"{job.name} (has {_in_words(job.held)}, and its work has no end)" for job in self._jobs.running.values()
+        ]
+        named = "; ".join(stuck[:NAMED_JOBS]) + (
+            f"; and {len(stuck) - NAMED_JOBS} more" if len(stuck) > NAMED_JOBS else ""
+        )
+        return PliantError(
+            f"{self._policy.name}: the simulation stands still at {max(at_s, 0):g} s, {why}. {len(stuck)} jobs have not ended: "
+            f"{named}. Give the cluster more of these devices, or reserve fewer"
+        )
+
+    def _reason_to_wait(self, job: ScheduledJob, free: Mapping[str, int]) -> str:
+        kind = job.preferred
+        wanted, there = gang(job, self._cluster), self._cluster.counts.get(kind, 0)
+        reserved = min(there, self._cluster.reserved.get(kind, 0))
+        said = f"waits for {wanted} {kind}: there are {there}, of which {reserved} are reserved"
+        return f"{said} and {max(0, free.get(kind, 0))} are free"
 
     def _pop_events(self, now: float) -> bool:
         happened = False
@@ -232,6 +269,10 @@ class Simulation:
     def _record_history(self, job: ScheduledJob, now: float, held: Mapping[str, int]) -> None:
         if self._keep_history:
             self._outcome.history.setdefault(job.name, []).append((now, dict(held)))
+
+
+def _in_words(held: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {kind}" for kind, count in sorted(held.items()))
 
 
 # --- figures of a simulation ---

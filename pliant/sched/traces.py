@@ -18,20 +18,19 @@ job those of D1.
 from __future__ import annotations
 
 import bisect
-import csv
 import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pliant.errors import ConfigError, reason
+from pliant.errors import ConfigError, reason, refuse_file
 from pliant.sched.cluster import Cluster, ScheduledJob, SteadyWork
 from pliant.sched.planner import DeviceType, Types
+from pliant.sched.rows import Row, check_header, decode, read_header, read_rows, seconds_of_date
 
 if TYPE_CHECKING:
     from pliant.sched.pollux import Application
@@ -181,6 +180,8 @@ def _types(
     return tuple(sorted(found, key=lambda each: -each.speed))
 
 
+MAX_JOBS, MAX_WEEKS = 1_000_000, 520
+"""Limits of synthetic traces."""
 PHILLY_JOBS = 82_247
 PHILLY_WEEKS = 15
 PHILLY_DEVICES = {1: 76_627, 2: 1_818, 4: 1_870, 8: 1_643, 16: 199, 32: 67}
@@ -190,8 +191,11 @@ PHILLY_QUANTILES = ((0.0, 1.0), (0.1, 61.0), (0.5, 1_144.0), (0.9, 11_266.0), (0
 
 def synthetic(num_jobs: int = PHILLY_JOBS, *, weeks: float = PHILLY_WEEKS, seed: int = 0) -> list[TraceEntry]:
     """Make a trace with the sizes and durations of Microsoft's Philly: more jobs by day, fewer at weekends."""
-    if num_jobs < 1 or not weeks > 0:
-        raise ConfigError(f"a synthetic trace of {num_jobs} jobs in {weeks} weeks: use 1 job and some time, or more")
+    if not (1 <= num_jobs <= MAX_JOBS and 0 < weeks <= MAX_WEEKS):
+        raise ConfigError(
+            f"a synthetic trace of {num_jobs:.10g} jobs in {weeks:g} weeks: use 1 to {MAX_JOBS:,} jobs, and more than 0 up to "
+            f"{MAX_WEEKS} weeks"
+        )
     chance = random.Random(seed)
     times = sorted(_draw_time(chance, weeks * WEEK_S) for _ in range(num_jobs))
     sizes = chance.choices(list(PHILLY_DEVICES), list(PHILLY_DEVICES.values()), k=num_jobs)
@@ -242,10 +246,16 @@ def _duration(quantile: float) -> float:
 
 # --- files ---
 
+MAX_DEVICES = 65_536
+"""Devices that one job may ask for, as in a job file."""
+MAX_DURATION_S = 366 * 86400.0
+"""Recorded durations are a year at most: longer ones are milliseconds or dates, and policies with rounds would take hours."""
+MAX_BATCH, MAX_EPOCHS = 10**9, 10**6
+NAMED_ROWS = 5
+"""Skipped rows whose lines are named."""
 PAI_COLUMNS = (
     "job_name", "task_name", "inst_num", "status", "start_time", "end_time", "plan_cpu", "plan_mem", "plan_gpu", "gpu_type",
 )  # fmt: skip
-Row = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +266,48 @@ class Trace:
     entries: tuple[TraceEntry, ...]
     notes: tuple[str, ...] = ()
     """Remarks on what was left out or assumed."""
+    unused_rows: int = 0
+    """Rows of jobs that had no device, or no time on it, as published traces have them."""
+    skipped_rows: int = 0
+    """Wrong rows that were left out because the user asked for that."""
 
 
-def read(source: str, form: str = "", *, seed: int = 0, limit: int = 0) -> Trace:
+@dataclass(frozen=True, slots=True)
+class TraceFormat:
+    """How the rows of a format are read."""
+
+    columns: tuple[str, ...]
+    """Columns that a file must have."""
+    take: Callable[[Row, int], TraceEntry]
+    """Makes a job of a row, which has a number; mistakes are left in the row."""
+    unique: bool = True
+    """Whether each row is a job of its own, so that no two may have one name."""
+
+
+def read(
+    source: str,
+    form: str = "",
+    *,
+    seed: int = 0,
+    limit: int = 0,
+    skip_bad: bool = False,
+    profiles: Mapping[str, Application] | None = None,
+) -> Trace:
     """Read a trace from a file, or generate a synthetic one; keep the first `limit` jobs if that is not 0.
 
+    If `skip_bad`, wrong rows are left out and counted. Applications are looked up in `profiles` and in `MODELS`.
+
     Raises:
-        ConfigError: there is no such file, or it is not a trace.
+        ConfigError: there is no such file, it is not a trace, or some of its rows are wrong; with a line for each mistake.
     """
     if form and form not in FORMS:
         raise ConfigError(f"--format {form!r} is unknown: use one of {', '.join(FORMS)}")
     if limit < 0:
         raise ConfigError(f"--limit {limit}: use 1 or more, or leave it out")
-    trace = _synthetic(source, seed) if source.split(":")[0] == "synthetic" else _from_file(Path(source), form)
+    if source.split(":")[0] == "synthetic":
+        trace = _synthetic(source, seed)
+    else:
+        trace = _from_file(Path(source), form, skip_bad=skip_bad, profiles=profiles)
     return replace(trace, entries=trace.entries[:limit]) if limit else trace
 
 
@@ -278,46 +317,89 @@ def _synthetic(source: str, seed: int) -> Trace:
         jobs = int(words[0]) if words else PHILLY_JOBS
         weeks = float(words[1]) if len(words) > 1 else float(PHILLY_WEEKS)
     except ValueError:
-        raise ConfigError(f"--trace {source!r}: use synthetic, synthetic:JOBS or synthetic:JOBS:WEEKS") from None
+        raise ConfigError(f"--trace {source!r:.60}: use synthetic, synthetic:JOBS or synthetic:JOBS:WEEKS") from None
     entries = tuple(synthetic(jobs, weeks=weeks, seed=seed))
     return Trace("synthetic", entries, (f"generated with Philly's sizes and durations, seed {seed}",))
 
 
-def _from_file(path: Path, form: str) -> Trace:
+def _from_file(path: Path, form: str, *, skip_bad: bool, profiles: Mapping[str, Application] | None) -> Trace:
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = decode(path.read_bytes(), path)
+    except OSError as error:
         raise ConfigError(f"--trace {path}: {reason(error)}; give a file, or synthetic:JOBS") from None
-    rows: Iterable[Row]
-    if text.lstrip()[:1] in ("[", "{"):
-        form, rows = "philly", _philly_log(path, text)
-    else:
-        lines = text.splitlines()
-        columns = [name.strip() for name in lines[0].split(",")] if lines else []
-        form = form or _recognise_format(path, columns)
-        headless = form == "pai" and "job_name" not in columns
-        rows = csv.DictReader(lines, fieldnames=PAI_COLUMNS if headless else None)
-    take = FORMS[form]
-    entries, unusable = [], 0
+    form, rows = _open_rows(path, text, form)
+    format_, known = FORMS[form], _known_applications(form, profiles)
+    entries: list[TraceEntry] = []
+    mistakes: list[str] = []
+    bad: list[int] = []
+    unused, lines = 0, dict[str, int]()
     for number, row in enumerate(rows):
-        try:
-            entry = take(row, number)
-        except KeyError as error:
-            raise ConfigError(f"--trace {path}: no column {error} for format {form}; say another --format") from None
-        except (ValueError, TypeError):
-            entry = None
-        if entry is None or entry.devices < 1 or (entry.duration_s <= 0 and not entry.application):
-            unusable += 1
+        entry = None if row.mistakes else format_.take(row, number)
+        if entry is not None and not row.mistakes:
+            _check_entry(row, entry, known, profiles or {}, lines if format_.unique else {})
+        if entry is None or row.mistakes:
+            bad.append(row.line)
+            mistakes += [f"{path}:{row.line}: {mistake}" for mistake in row.mistakes]
+        elif entry.devices < 1 or (entry.duration_s <= 0 and not entry.application):
+            unused += 1
         else:
             entries.append(entry)
+    if mistakes and not skip_bad:
+        total = len(bad) + unused + len(entries)
+        remedy = f"{len(bad)} of {total} rows are wrong: mend them, or add --skip-bad to go on without them"
+        raise refuse_file(mistakes, remedy if entries else "")
     if not entries:
-        raise ConfigError(f"--trace {path}: no job in it that uses a GPU for a time; is it of format {form}?")
-    notes = (
-        [f"{unusable} of {unusable + len(entries)} rows have no GPU, no duration, or cannot be read"]
-        if unusable
-        else []
-    )
-    return _finish_trace(form, entries, notes)
+        skipped = f", and {len(bad)} wrong rows were skipped" if bad else ""
+        raise ConfigError(f"{path}:1: no job in it that uses a GPU for a time{skipped}; is it of format {form}?")
+    notes = [f"{unused} of {unused + len(bad) + len(entries)} rows have no GPU, or no duration"] if unused else []
+    if bad:
+        named = ", ".join(map(str, bad[:NAMED_ROWS])) + (", ..." if len(bad) > NAMED_ROWS else "")
+        notes.append(f"{len(bad)} wrong rows were skipped: line{'' if len(bad) == 1 else 's'} {named}")
+    return replace(_finish_trace(form, entries, notes), unused_rows=unused, skipped_rows=len(bad))
+
+
+def _known_applications(form: str, profiles: Mapping[str, Application] | None) -> set[str] | None:
+    """Return the applications that jobs may have; None if they cannot be known, because Pollux' profiles are not given."""
+    if form == "pollux" and profiles is None:
+        return None
+    return {*MODELS, *(profiles or {})}
+
+
+def _check_entry(
+    row: Row,
+    entry: TraceEntry,
+    known: set[str] | None,
+    profiles: Mapping[str, Application],
+    lines: dict[str, int],
+) -> None:
+    """Remember in the row what is wrong with its job; `lines` are those of the names before it."""
+    if (before := lines.setdefault(entry.name, row.line)) != row.line:
+        row.refuse(f"{entry.name!r:.60} is the name of the job in line {before}, too: give each job its own")
+    if entry.application and known is not None and entry.application not in known:
+        row.refuse(
+            f"application {entry.application!r:.60} is unknown: use one of {', '.join(sorted(known))}, or give --profiles"
+        )
+    if entry.application in profiles:
+        try:
+            profiles[entry.application].check_job(entry.devices, entry.batch)
+        except ConfigError as error:
+            row.refuse(str(error))
+
+
+def _open_rows(path: Path, text: str, form: str) -> tuple[str, Iterable[Row]]:
+    """Return the format of a file and its rows; raises ConfigError if its beginning shows that it is no trace."""
+    if not text.strip():
+        raise ConfigError(f"{path}:1: the file is empty: give a trace; --format says which it is")
+    if text.lstrip()[:1] in ("[", "{"):
+        return "philly", _philly_log(path, text)
+    columns = read_header(text)
+    form = form or _recognise_format(path, columns)
+    if form == "pai" and "job_name" not in columns:
+        return form, read_rows(text, PAI_COLUMNS)
+    if wrong := check_header(columns, FORMS[form].columns, f"format {form}"):
+        mistakes = [f"{path}:1: {each}" for each in wrong]
+        raise refuse_file(mistakes, f"its columns are {', '.join(columns)[:200]}; say another --format, or mend them")
+    return form, read_rows(text)
 
 
 def _finish_trace(form: str, entries: list[TraceEntry], notes: list[str]) -> Trace:
@@ -341,110 +423,192 @@ def _finish_trace(form: str, entries: list[TraceEntry], notes: list[str]) -> Tra
 
 
 def _recognise_format(path: Path, columns: list[str]) -> str:
+    """Return the format with the most of its columns in the file, if those that mark it are there."""
     found = set(columns)
-    marks = {
-        "pollux": {"application", "num_replicas", "batch_size"},
-        "easyscale": {"application", "max_parallelism", "epochs"},
-        "helios": {"gpu_num", "submit_time", "duration"},
-        "openb": {"num_gpu", "creation_time", "deletion_time"},
-        "pai": {"job_name", "plan_gpu", "inst_num"},
-        "philly": {"timestamp", "duration", "num_gpus"},
-    }
-    for form, needed in marks.items():
+    for form, needed in MARKS.items():
         if needed <= found:
             return form
     if len(columns) == len(PAI_COLUMNS):
         return "pai"
+    near = max(FORMS, key=lambda form: len(found & set(FORMS[form].columns)))
+    missing = [name for name in FORMS[near].columns if name not in found]
+    hint = f"; of format {near} it lacks {', '.join(missing)}" if len(missing) < len(FORMS[near].columns) else ""
     raise ConfigError(
-        f"--trace {path}: its columns {columns[:12]} are of no known format; say --format {'|'.join(FORMS)}"
+        f"{path}:1: its columns {columns[:12]!s:.200} are of no known format{hint}; say --format {'|'.join(FORMS)}"
     )
 
 
-def _seconds(text: str) -> float:
-    """Parse a number of seconds, or a date and time."""
-    try:
-        return float(text)
-    except ValueError:
-        moment = datetime.fromisoformat(text)
-        # The traces name no time zone, so none is applied: every day has 86400 s.
-        return (moment.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()
+MARKS = {
+    "pollux": {"application", "num_replicas", "batch_size"},
+    "easyscale": {"application", "max_parallelism", "epochs"},
+    "helios": {"gpu_num", "submit_time", "duration"},
+    "openb": {"num_gpu", "creation_time", "deletion_time"},
+    "pai": {"job_name", "plan_gpu", "inst_num"},
+    "philly": {"timestamp", "duration", "num_gpus"},
+}
+"""Columns by which a format is recognised."""
+
+
+def _devices(row: Row, key: str, *, least: int = 0) -> int:
+    return row.whole(key, least=least, most=MAX_DEVICES)
+
+
+def _duration_of(row: Row, key: str) -> float:
+    return row.number(key, most=MAX_DURATION_S, unit="seconds")
+
+
+def _span(row: Row, begin: tuple[str, float], end: tuple[str, float]) -> float:
+    """Return the seconds between two moments; 0 if one of them was not recorded (nan)."""
+    seconds = end[1] - begin[1]
+    if seconds < 0 or seconds > MAX_DURATION_S:
+        what = "before" if seconds < 0 else "more than a year after"
+        row.refuse(f"{end[0]} {end[1]:.15g} is {what} {begin[0]} {begin[1]:.15g}: give both in seconds, the end last")
+    return 0.0 if math.isnan(seconds) else seconds
 
 
 def _philly(row: Row, number: int) -> TraceEntry:
-    name, tenant = row.get("name") or f"philly-{number}", row.get("cluster", "")
-    return TraceEntry(name, _seconds(row["timestamp"]), int(row["num_gpus"]), float(row["duration"]), tenant)
+    name, tenant = row.optional("name") or f"philly-{number}", row.optional("cluster")
+    return TraceEntry(name, row.moment("timestamp"), _devices(row, "num_gpus"), _duration_of(row, "duration"), tenant)
 
 
 def _philly_log(path: Path, text: str) -> Iterator[Row]:
-    """Convert the raw log to rows of the cleaned form: the sum of all attempts' times, the GPUs of the last attempt."""
-    try:
-        listed = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--trace {path}: {error}; give Philly's cluster_job_log") from None
-    except RecursionError:
-        raise ConfigError(f"--trace {path}: nested too deeply; give Philly's cluster_job_log") from None
-    if not isinstance(listed, list) or not all(isinstance(job, dict) for job in listed):
-        raise ConfigError(f"--trace {path}: no list of jobs; give Philly's cluster_job_log")
-    for job in listed:
-        total_s, gpus = 0.0, 0
-        for attempt in job.get("attempts") or []:
-            start, end = attempt.get("start_time"), attempt.get("end_time")
-            if start and end and "None" not in (start, end):
-                total_s += _seconds(end) - _seconds(start)
-                gpus = sum(len(machine.get("gpus", [])) for machine in attempt.get("detail") or []) or gpus
-        yield {
-            "name": str(job.get("jobid", "")),
-            "timestamp": str(job.get("submitted_time", "")),
-            "duration": str(total_s),
-            "num_gpus": str(gpus),
-            "cluster": str(job.get("vc", "")),
-        }
+    """Convert the raw log to rows of the cleaned form. Where it is no JSON any more, a last row says so.
+
+    Jobs are parsed one by one, because that tells the line of each.
+    """
+    decoder, at = json.JSONDecoder(), len(text) - len(text.lstrip())
+    if text[at] != "[":
+        raise ConfigError(f"{path}:{text.count(chr(10), 0, at) + 1}: no list of jobs; give Philly's cluster_job_log")
+    at = _skip_space(text, at + 1)
+    line, counted, wrong, is_first = 1, 0, "", True
+    while not wrong and text[at : at + 1] != "]":
+        has_comma = text[at : at + 1] == ","
+        at = _skip_space(text, at + 1) if has_comma and not is_first else at
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            job, at = decoder.raw_decode(text, at)
+            wrong = "" if is_first or has_comma else "not JSON: no comma before this job"
+        except RecursionError:
+            wrong = "nested too deeply"
+        except json.JSONDecodeError as error:
+            line += text.count("\n", counted, error.pos)
+            wrong = f"not JSON: {error.msg}; is the file cut off?"
+        except ValueError:
+            wrong = "not JSON: a number of thousands of digits"
+        if wrong:
+            yield Row(line, {}, [f"{wrong}; give Philly's cluster_job_log"])
+        else:
+            yield _philly_job(line, job)
+        at, is_first = _skip_space(text, at), False
+
+
+def _skip_space(text: str, at: int) -> int:
+    while text[at : at + 1] in (" ", "\n", "\t", "\r"):
+        at += 1
+    return at
+
+
+def _philly_job(line: int, job: object) -> Row:
+    """Return a job of the raw log as a row: the sum of all attempts' times, and the GPUs of the last attempt."""
+    if not isinstance(job, dict):
+        return Row(line, {}, [f"{job!r:.60} is no job: use an object with jobid, submitted_time and attempts"])
+    total_s, gpus, wrong = 0.0, 0, []
+    attempts = job.get("attempts") or []
+    if not isinstance(attempts, list) or not all(isinstance(each, dict) for each in attempts):
+        attempts, wrong = [], [f"attempts {attempts!r:.60}: use a list of objects"]
+    for attempt in attempts:
+        start, end = attempt.get("start_time"), attempt.get("end_time")
+        if not start or not end or "None" in (start, end):
+            continue  # it never ran, or nobody saw its end
+        times = [seconds_of_date(each) if isinstance(each, str) else None for each in (start, end)]
+        if None in times or times[1] < times[0]:  # type: ignore[operator]
+            wrong.append(f"attempt from {start!r:.40} to {end!r:.40}: use dates and times, the end last")
+            continue
+        total_s += times[1] - times[0]  # type: ignore[operator]
+        gpus = _count_gpus(attempt.get("detail") or [], wrong) or gpus
+    values = {
+        "name": job.get("jobid", ""), "timestamp": job.get("submitted_time", ""), "duration": str(total_s), "num_gpus": str(gpus),
+        "cluster": job.get("vc", ""),
+    }  # fmt: skip
+    for key, shown in (("name", "jobid"), ("timestamp", "submitted_time"), ("cluster", "vc")):
+        if not isinstance(values[key], str):
+            wrong.append(f"{shown} {values[key]!r:.60}: use text")
+    return Row(line, values, wrong)
+
+
+def _count_gpus(machines: object, wrong: list[str]) -> int:
+    if isinstance(machines, list) and all(
+        isinstance(each, dict) and isinstance(each.get("gpus", []), list) for each in machines
+    ):
+        return sum(len(each.get("gpus", [])) for each in machines)
+    wrong.append(f"detail {machines!r:.60}: use a list of objects with gpus, a list")
+    return 0
 
 
 def _helios(row: Row, number: int) -> TraceEntry:
-    name = row.get("job_id") or f"helios-{number}"
+    name = row.optional("job_id") or f"helios-{number}"
     return TraceEntry(
-        name, _seconds(row["submit_time"]), int(float(row["gpu_num"])), float(row["duration"]), row.get("vc", "")
+        name, row.moment("submit_time"), _devices(row, "gpu_num"), _duration_of(row, "duration"), row.optional("vc")
     )
 
 
 def _pai(row: Row, number: int) -> TraceEntry:
-    """Convert a row of PAI: `plan_gpu` is in hundredths of a GPU per instance; the sum is rounded up to whole GPUs."""
-    start, end = float(row["start_time"]), float(row["end_time"])
-    gpus = math.ceil(float(row["inst_num"]) * float(row["plan_gpu"]) / 100 - 1e-9)
-    return TraceEntry(row["job_name"], start, gpus, end - start)
+    """Convert a row of PAI: `plan_gpu` is in hundredths of a GPU per instance; the sum is rounded up to whole GPUs.
+
+    Nothing is written for what was not recorded: such a task never ran, or had no GPU.
+    """
+    start, end = row.moment("start_time", blank=math.nan), row.moment("end_time", blank=math.nan)
+    instances = row.number("inst_num", most=MAX_DEVICES, unit="a number", blank=0.0)
+    share = row.number("plan_gpu", most=100.0 * MAX_DEVICES, unit="hundredths of a GPU", blank=0.0)
+    gpus = math.ceil(instances * share / 100 - 1e-9)
+    if gpus > MAX_DEVICES:
+        row.refuse(f"inst_num {instances:g} times plan_gpu {share:g}: use {MAX_DEVICES:,} GPUs or less")
+    ran_s = _span(row, ("start_time", start), ("end_time", end))
+    return TraceEntry(row.text("job_name"), 0.0 if math.isnan(start) else start, gpus, ran_s)
 
 
 def _openb(row: Row, number: int) -> TraceEntry:
-    created, deleted = float(row["creation_time"]), float(row["deletion_time"])
-    started = float(row.get("scheduled_time") or created)
-    return TraceEntry(row["name"], created, int(row["num_gpu"]), deleted - started, row.get("qos", ""))
+    created, deleted = row.moment("creation_time"), row.moment("deletion_time", blank=math.nan)
+    started = row.moment("scheduled_time", blank=created) if row.has("scheduled_time") else created
+    ran_s = _span(row, ("scheduled_time", started), ("deletion_time", deleted))
+    return TraceEntry(row.text("name"), created, _devices(row, "num_gpu"), ran_s, row.optional("qos"))
 
 
 def _pollux(row: Row, number: int) -> TraceEntry:
     return TraceEntry(
-        row["name"],
-        float(row["time"]),
-        int(row["num_replicas"]),
-        application=row["application"],
-        batch=int(row["batch_size"]),
+        row.text("name"),
+        row.moment("time"),
+        _devices(row, "num_replicas", least=1),
+        application=row.text("application"),
+        batch=row.whole("batch_size", least=1, most=MAX_BATCH),
     )
 
 
 def _easyscale(row: Row, number: int) -> TraceEntry:
+    epochs = row.number("epochs", most=MAX_EPOCHS, unit="a number above 0,")
+    if epochs <= 0 and not row.mistakes:
+        row.refuse_value("epochs", "a number above 0")
     return TraceEntry(
-        row["name"], float(row["time"]), int(row["max_parallelism"]), application=row["application"],
-        batch=int(row["batch_size"]), epochs=float(row["epochs"]),
+        row.text("name"), row.moment("time"), _devices(row, "max_parallelism", least=1), application=row.text("application"),
+        batch=row.whole("batch_size", least=1, most=MAX_BATCH), epochs=epochs,
         # One published row says 40, which the artifact reads as true.
-        mixed=bool(int(row["enable_heterogeneous_deterministic"])), preferred=row["preferred_gpu"],
+        mixed=bool(row.whole("enable_heterogeneous_deterministic", most=MAX_DEVICES)), preferred=row.text("preferred_gpu"),
     )  # fmt: skip
 
 
-FORMS: dict[str, Callable[[Row, int], TraceEntry]] = {
-    "philly": _philly,
-    "helios": _helios,
-    "pai": _pai,
-    "openb": _openb,
-    "pollux": _pollux,
-    "easyscale": _easyscale,
-}
+FORMS: dict[str, TraceFormat] = {
+    "philly": TraceFormat(("timestamp", "duration", "num_gpus"), _philly),
+    "helios": TraceFormat(("submit_time", "duration", "gpu_num"), _helios),
+    "pai": TraceFormat(("job_name", "inst_num", "start_time", "end_time", "plan_gpu"), _pai, unique=False),
+    "openb": TraceFormat(("name", "num_gpu", "creation_time", "deletion_time"), _openb),
+    "pollux": TraceFormat(("name", "time", "application", "num_replicas", "batch_size"), _pollux),
+    "easyscale": TraceFormat(
+        (
+            "name", "time", "application", "max_parallelism", "batch_size", "epochs", "enable_heterogeneous_deterministic",
+            "preferred_gpu",
+        ),
+        _easyscale,
+        unique=False,
+    ),
+}  # fmt: skip
+"""Formats by name. A row of PAI is one of a job's tasks, and of EasyScale's equal names the last counts."""

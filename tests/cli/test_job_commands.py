@@ -108,6 +108,14 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert pliant("submit", "fails.yml", "waits.yml") == (0, "fails-1\nwaits-1\n", "")
     assert pliant("submit", "endless.yml", "--name", "other", "--json", "submitted.json") == (0, "other\n", "")
     assert [job["name"] for job in json.loads((tmp_path / "submitted.json").read_text())["jobs"]] == ["other"]
+    (tmp_path / "large.yml").write_text("program: endless.sh\nreplicas: 5\nmin: 4\n")
+    (tmp_path / "other.yml").write_text("program: endless.sh\nreplicas: 1\ndevices: [v100]\n")
+    assert pliant("submit", "fails.yml", "large.yml", "other.yml") == (
+        2,
+        "",
+        "pliant: large.yml:3: min 4: the cluster has 3 cpu; use 3 or less\n"
+        "other.yml:3: devices v100: the cluster has 3 cpu; name one of these types\n",
+    )
     (tmp_path / "named.yml").write_text("program: endless.sh\nreplicas: 1\nname: third\n")
     for words, taken in (("endless.yml --name other", "other"), ("named.yml fails.yml named.yml", "third")):
         code, out, err = pliant("submit", *words.split())

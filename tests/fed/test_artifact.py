@@ -280,11 +280,12 @@ def test_unknown_keys_are_warned_about_with_their_lines(tmp_path: Path) -> None:
         "conf.yml:2: wokers is not known, and has no effect: did you mean worker_ips?",
         "conf.yml:3: setup_commands are not run: workers start with the Python that pliant is installed in",
         "conf.yml:4: executor_entry is not run: coordinator and workers are pliant's own",
+        "conf.yml:5: no total_worker (num_participants): 2 take part in a round, one for each worker",
         "conf.yml:10: totalworker is not known, and has no effect: did you mean total_worker?",
         "conf.yml:11: moon_phase is not known, and has no effect",
         "conf.yml:12: loss_decay has no effect: a client's utility is taken from all samples of its first pass",
     ]
-    assert told(tmp_path, "loss_decay: 0.2", "test_ratio: 1.0") == []
+    assert told(tmp_path, "loss_decay: 0.2", "test_ratio: 1.0", "total_worker: 3") == []
     few = read(tmp_path, "data_set: digits", "model: mlp", "total_worker: 4")
     assert [line.replace(f"{tmp_path}/", "") for line in few.remarks] == [
         "conf.yml:3: no client_path (device_conf_file): the clients' devices are synthetic, drawn like FedScale's",

@@ -157,7 +157,8 @@ def test_a_useless_update_takes_no_place_in_the_buffer(tmp_path: Path) -> None:
 
 def test_who_went_away_is_given_the_same_model_again_when_it_is_back(tmp_path: Path) -> None:
     table = Table([1000] * SIZE, [10_000] * SIZE, [[(0, DAY_S)]] * (SIZE - 1) + [[(0, 10), (5000, 9000)]], DAY_S)
-    config = job(tmp_path, table, data={"clients": SIZE, "partition": "iid"}, rounds=1, selector="random")
+    data = {"clients": SIZE, "partition": "iid"}
+    config = job(tmp_path, table, data=data, rounds=1, selector="random", participants=SIZE, concurrency=SIZE)
     (told,) = simulate(config).rounds
     assert told.lost == (SIZE - 1,)
     assert told.aggregated == tuple(range(SIZE))

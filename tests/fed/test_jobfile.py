@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from pliant.errors import ConfigError
+from pliant.fed.aggregation import AGGREGATORS
 from pliant.fed.config import NamedOptions
+from pliant.fed.data import names
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import Task
 from pliant.fed.jobfile import FederatedJob
 from pliant.fed.workers import WorkerPlace, WorkerPlaces
 from pliant.jobs.schema import is_federated, read_federated_form, read_job
@@ -231,3 +236,66 @@ def test_functions_beside_the_file_and_the_artifacts_keys(tmp_path: Path) -> Non
 def test_tls_is_checked_also_without_executors(tmp_path: Path, more: str, told: str) -> None:
     (line,) = refused(tmp_path, f"participants: 2\nworkers: 0\n{more}\n")
     assert line.startswith(told)
+
+
+def test_mistakes_of_names_sizes_and_files_are_told_beside_those_of_values(tmp_path: Path) -> None:
+    text = """\
+participants: 9
+rounds: 0
+data: {kind: digitz, clients: 8, alpha: .nan, sizes: gone.csv}
+model: big
+selector: {kind: oort, pacer_step: .inf, preset: [1]}
+aggregator: best
+concurrency: 10
+deadline_s: .inf
+kind: fed
+"""
+    assert [line.removeprefix("fed.yml:")[:28] for line in refused(tmp_path, text)] == [
+        "1: participants 9: the job h", "2: rounds 0: use 1 or more", "3: data.alpha nan: use a num", "3: data.kind 'digitz' is unk",
+        "3: data.sizes gone.csv: no s", "4: model 'big' is unknown: u", "5: pacer_step inf: use a num", "5: preset [1]: use a number,",
+        "6: aggregator 'best' is unkn", "7: concurrency 10: the job h", "8: deadline_s inf: use a num", "9: kind 'fed' is not known: ",
+    ]  # fmt: skip
+
+
+def test_sizes_are_taken_as_they_are_written_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "sizes.csv").write_text("client,num_samples\na,900\nb,900\n")
+    data = "kind: digits, partition: iid, clients: 2"
+
+    def build(text: str) -> Task:
+        return build_task(read(tmp_path, f"model: mlp\n{text}\n").config)
+
+    with pytest.raises(
+        ConfigError, match=r"2 clients would have 1800 samples, and there are 1438: .*`scale_sizes: true`"
+    ):
+        build(f"participants: 2\ndata: {{{data}, sizes: sizes.csv}}")
+    assert build(f"participants: 2\ndata: {{{data}, sizes: sizes.csv, scale_sizes: true}}").sizes.tolist() == [719, 719]
+    with pytest.raises(ConfigError, match=r"data.test_samples 360: there are 359; use 1 to 359, or 0 for all"):
+        build(f"participants: 2\ndata: {{{data}, test_samples: 360}}")
+    (tmp_path / "fed.yml").write_text(f"participants: 2\ndata: {{{data}, test_samples: 360}}\nmodel: mlp\n")
+    with pytest.raises(ConfigError, match=r"fed.yml:2: .*data.test_samples 360"):
+        read_job(tmp_path / "fed.yml")
+    (tmp_path / "sizes.csv").write_text("client,num_samples\na,-900\nb,many\n")
+    with pytest.raises(ConfigError) as refusal:
+        build(f"participants: 2\ndata: {{{data}, sizes: sizes.csv}}")
+    assert str(refusal.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "sizes.csv:2: num_samples '-900': use a whole number, 0 or more", "sizes.csv:3: num_samples 'many': use a whole number, 0 or more"
+    ]  # fmt: skip
+
+
+def test_the_names_that_are_known_without_torch_are_those_that_there_are() -> None:
+    assert tuple(AGGREGATORS) == names.AGGREGATORS
+
+
+def test_a_wrong_file_is_refused_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "fed.yml").write_text("participants: 2\nmodel: big\nselector: ort\naggregator: best\nrounds: 0\n")
+    code = f"""\
+import sys
+from pathlib import Path
+from pliant.errors import ConfigError
+from pliant.jobs.schema import read_job
+try:
+    read_job(Path({str(tmp_path / "fed.yml")!r}))
+except ConfigError as error:
+    sys.exit("torch" in sys.modules or len(str(error).splitlines()) != 4)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

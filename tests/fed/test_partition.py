@@ -60,7 +60,7 @@ def same(a: Partition, b: Partition) -> bool:
     st.integers(1, 12), st.lists(st.integers(0, 4), min_size=40, max_size=90), st.integers(0, 5), st.floats(0.05, 50)
 )
 def test_each_sample_goes_to_one_client(clients: int, labels: list[int], seed: int, alpha: float) -> None:
-    sizes = fit_sizes(draw_sizes(np.array([3, 40, 7, 12, 1]), clients, seed=seed), len(labels))
+    sizes = fit_sizes(draw_sizes(np.array([3, 40, 7, 12, 1]), clients, seed=seed), len(labels), may_scale=True)
     for partition, complete in (
         (iid(len(labels), clients, seed=seed), True),
         (shards(labels, clients, per_client=3, seed=seed), True),
@@ -239,10 +239,10 @@ def test_sizes_are_drawn_without_repetition_while_they_last_and_fitted_in_propor
     assert sorted(draw_sizes(table, 100, seed=1).tolist()) == table.tolist()
     assert sorted(draw_sizes(table, 200, seed=1).tolist()) == sorted([*table.tolist()] * 2)
     assert set(draw_sizes(table, 50, least=20, most=30).tolist()) <= set(range(20, 31))
-    small = fit_sizes(np.array([1, 10, 100, 1000]), 600)
+    small = fit_sizes(np.array([1, 10, 100, 1000]), 600, may_scale=True)
     assert small.sum() <= 600
     assert small.tolist() == [1, 5, 54, 538]
-    assert fit_sizes(np.array([5, 6]), 11).tolist() == [5, 6]
+    assert fit_sizes(np.array([5, 6]), 11, may_scale=False).tolist() == [5, 6]
 
 
 def test_the_real_tables(fed_data: Path) -> None:

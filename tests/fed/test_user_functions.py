@@ -146,7 +146,7 @@ def test_the_example_learns_and_the_guide_shows_it(monkeypatch: pytest.MonkeyPat
     assert code in (ROOT / "docs" / "federated.md").read_text()
 
 
-def test_more_participants_than_clients_are_told_at_the_start(own: Path) -> None:
+def test_more_participants_than_clients_are_refused_and_more_invitations_are_told_at_the_start(own: Path) -> None:
     def told(participants: int) -> list[str]:
         given = {"data": {"kind": "users_own:arrays", "clients": 3}, "model": "users_own:net", "rounds": 1}
         said: list[str] = []
@@ -155,7 +155,8 @@ def test_more_participants_than_clients_are_told_at_the_start(own: Path) -> None
 
     all_of = "but there are 3 clients: each round invites all of them, and nobody is selected; "
     assert told(3) == []
-    assert told(4) == [f"warning: participants is 4, {all_of}lower participants, or raise data.clients"]
+    with pytest.raises(ConfigError, match="participants 4: the job has 3 clients; use 3 or less, or more clients"):
+        told(4)
     over = FedConfig(participants=3, overcommit=2)
     asked = "warning: participants 3 x overcommit 2 is 6, "
     assert (

@@ -551,3 +551,20 @@ def test_nobody_has_what_is_not_there_and_everybody_ends(events: list[tuple[int,
         storm.look(0.3 * which)
         storm.check()
     storm.finish_all()
+
+
+def test_a_job_that_could_never_run_here_is_refused() -> None:
+    """Also at the API, where no command has looked before."""
+    world = World(v100=2, t4=1)
+    for said, told in (
+        ({"min": 3}, "min 3: the cluster has 1 t4 and 2 v100, and the job has one type at a time; use 2 or less"),
+        ({"min": 4, "mixed": True, "determinism": "D2"}, "min 4: the cluster has 1 t4 and 2 v100; use 3 or less"),
+        ({"min": 2, "devices": ["t4"]}, "min 2: the cluster has 1 t4 and 2 v100; use 1 or less"),
+        ({"devices": ["cpu"]}, "devices cpu: the cluster has 1 t4 and 2 v100; name one of these types"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            world.submit("a", replicas=4, **said)
+        assert str(refusal.value) == told
+    assert not world.state.jobs
+    assert world.submit("a", replicas=4, min=2) != []
+    assert world.submit_rigid("federated", 9) == [], "its processes share the devices, and it waits for all there are"

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from pliant.comm.order import EXACT_ORDERS
-from pliant.errors import ConfigError
+from pliant.errors import MAX_TOLD, ConfigError
 from pliant.jobs.schema import JobFile, TrainJob, job_from_json, read_job
 from pliant.train.determinism import LEVELS
 from pliant.yaml_source import YamlSource
@@ -160,14 +160,14 @@ def test_what_does_not_fit_is_told_where_it_stands(tmp_path: Path, more: str, to
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "job.yml is empty: write lines such as `key: value`"),
-        ("- a\n- b", "job.yml is no mapping"),
-        ("just text", "job.yml is no mapping"),
+        ("", "job.yml:1: the file is empty: write lines such as `key: value`"),
+        ("- a\n- b", "job.yml:1: this is no mapping"),
+        ("just text", "job.yml:1: this is no mapping"),
         ("a: 1\nb: c: d\n", "job.yml:2: not YAML: mapping values are not allowed here"),
         ("a:\n\t- b", "job.yml:2: not YAML: found character '\\t' that cannot start any token while scanning for the next "
          "token; indent with spaces, YAML takes no tabs"),
         ("a: [1, 2", "job.yml:1: not YAML: expected ',' or ']'"),
-        ("a: \x07", "job.yml: not YAML:"),
+        ("a: 1\nb: \x07", "job.yml:2: not YAML:"),
         ("a: 1\na: 2", "job.yml:2: a is given twice"),
         ("env: {a: 1,\n a: 2}", "job.yml:2: a is given twice"),
         ("a: 1\n---\nb: 2", "job.yml:2: not YAML: but found another document"),
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_told_where_it_stands(tmp_path: Path, more: str, to
         ("a: &x {b: 1}\nc: *x", "job.yml:1: a list or mapping is used twice"),
         ("program: !!python/object:os.system x", "job.yml:1: 'python/object:os.system' is no plain value"),
         ("? [a]\n: b", "job.yml:1: a key is a list or a mapping: use text"),
-        ("a: " + "[" * 500, "job.yml: nested too deeply"),
+        ("a: " + "[" * 500, "job.yml:1: nested too deeply"),
     ],
 )  # fmt: skip
 def test_what_is_no_job_file_is_told_in_one_line(tmp_path: Path, text: str, told: str) -> None:
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         YamlSource.read(tmp_path)
     (tmp_path / "picture.yml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"picture.yml: it is not text"):
+    with pytest.raises(ConfigError, match=r"picture.yml:1: it is not text"):
         YamlSource.read(tmp_path / "picture.yml")
     (tmp_path / "long.yml").write_bytes(b"#" * (1 << 21))
     with pytest.raises(ConfigError, match="larger than"):
@@ -259,3 +259,36 @@ def test_what_pliant_run_is_asked_for_becomes_its_flags(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (job.workers, job.hosts) == (2, "a:2,b:2")
     assert read(tmp_path, "program: train.py\nreplicas: 4\n").job.run_flags() == []
+
+
+def test_what_is_wrong_with_values_does_not_hide_what_does_not_fit_together(tmp_path: Path) -> None:
+    text = "program: train.py\nreplicas: 2\npriority: high\nmax: 3\nworkers: 7\nspeed: {t4: 1}\ndevices: [cpu]\nmixed: true\nkind: other\n"
+    assert [line.partition(" ")[0] for line in refused(tmp_path, text)] == [f"job.yml:{n}:" for n in (3, 4, 5, 6, 8, 9)]
+
+
+def test_a_value_that_is_wrong_is_not_blamed_on_others(tmp_path: Path) -> None:
+    """What stands in for it fits everything."""
+    for wrong in ("replicas: x\nmin: 3\nmax: 5", "replicas: 4\nmixed: true\ndeterminism: D9", "min: 2\nmax: 3"):
+        assert len(refused(tmp_path, f"program: train.py\n{wrong}\n")) == 1
+
+
+def test_all_that_is_not_plain_is_told_at_once(tmp_path: Path) -> None:
+    text = "a: &x [1]\nb: *x\nc: !!set {}\na: 2\n? [k]\n: 1\n"
+    assert [line.partition(" ")[0] for line in refused(tmp_path, text)] == [f"job.yml:{n}:" for n in (1, 3, 4, 1)]
+
+
+def test_of_very_many_mistakes_the_first_are_told(tmp_path: Path) -> None:
+    lines = refused(tmp_path, "program: train.py\nreplicas: 1\n" + "".join(f"key{n}: x\n" for n in range(500)))
+    assert len(lines) == MAX_TOLD + 1
+    assert lines[-1] == "and 480 more mistakes"
+
+
+def test_numbers_that_python_does_not_read_are_texts(tmp_path: Path) -> None:
+    for number in ("9" * 5000, "0x_", "0b_"):
+        (line,) = refused(tmp_path, f"program: train.py\nreplicas: {number}\n")
+        assert line.startswith(f"job.yml:2: replicas '{number[:20]}")
+
+
+def test_a_device_without_end_is_read_no_further_than_a_file_may_be_long() -> None:
+    with pytest.raises(ConfigError, match=r"^/dev/zero:1: the file is larger than"):
+        YamlSource.read(Path("/dev/zero"))

@@ -113,3 +113,27 @@ def test_events_and_a_plain_loop_over_intervals_agree(
     )
     expected = interval_loop.mean_jct(entries, load(folder / "traces"), policy)
     assert summary(setting.run(policy, live=False))["jct_mean_s"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_are_checked_against_what_was_measured(cluster_data: Path, tmp_path: Path) -> None:
+    folder = cluster_data / "pollux"
+    profiles, workload = load(folder / "traces"), tmp_path / "workload.csv"
+    good = (folder / "workload-6.csv").read_text()
+    assert len(read(str(folder / "workload-6.csv"), profiles=profiles).entries) == 160
+    workload.write_text(
+        good + "a,1,cifar10,4,1000000\nb,2,cifar100,4,512\nc,3,cifar10,0,0\ncifar10-0,4,cifar10,4,512\n"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        read(str(workload), profiles=profiles)
+    told = str(refusal.value).replace(f"{workload}:", "").splitlines()
+    for line, begin in zip(
+        told,
+        (
+            "162: cifar10: batch size 1000000: use 128 to", "163: application 'cifar100' is unknown: use one of",
+            "164: num_replicas '0': use a whole number from 1", "164: batch_size '0': use a whole number from 1",
+            "165: 'cifar10-0' is the name of the job in line 2, too", "4 of 164 rows are wrong: mend them, or add --skip-bad",
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert line.startswith(begin)
+    assert read(str(workload), profiles=profiles, skip_bad=True).skipped_rows == 4

@@ -212,3 +212,58 @@ def test_jobs_that_can_never_run_are_named() -> None:
     job = ScheduledJob(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
     with pytest.raises(ConfigError, match="a prefers 't4'"):
         Simulation([job], Cluster({"v100": 4}), make_policy("easyscale-heter"))
+
+
+# --- a simulation that comes to a standstill ---
+
+
+class Undecided(SchedulingPolicy):
+    """Gives nothing to anybody, and wants to be asked again in the next round."""
+
+    name = "undecided"
+    about = "for tests"
+
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
+        return {}
+
+    def wakes_s(self, jobs: ClusterJobs, now: float) -> float:
+        return now
+
+
+def one(**more: object) -> ScheduledJob:
+    return ScheduledJob(**{"name": "a", "submitted_s": 10.0, "replicas": 2, "types": TYPES[:1], **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(10)
+def test_a_simulation_in_which_nothing_can_happen_names_the_jobs_that_wait_and_why() -> None:
+    jobs = [one(name=f"j{number}") for number in range(7)]
+    with pytest.raises(PliantError) as ended:
+        Simulation(jobs, Cluster({"v100": 4}), make_policy("yarn-cs-gang"), reservations=[(0.0, {"v100": 3})]).run()
+    assert str(ended.value) == (
+        "yarn-cs-gang: the simulation stands still at 10 s, nothing will happen any more. 7 jobs have not ended: "
+        + "; ".join(f"j{n} (waits for 2 v100: there are 4, of which 3 are reserved and 1 are free)" for n in range(5))
+        + "; and 2 more. Give the cluster more of these devices, or reserve fewer"
+    )
+
+
+@pytest.mark.timeout(10)
+def test_rounds_without_end_and_work_without_end_are_told() -> None:
+    with pytest.raises(PliantError, match=r"undecided: .* nothing has changed in 1000 rounds.*: a \(waits for 2 v100"):
+        Simulation([one()], Cluster({"v100": 4}), Undecided()).run()
+    with pytest.raises(PliantError, match=r"nothing will happen any more.*a \(has 2 v100, and its work has no end\)"):
+        Simulation([one(work=SteadyWork(float("inf")))], Cluster({"v100": 4}), make_policy("yarn-cs-gang")).run()
+    with pytest.raises(PliantError, match=r"nothing will happen any more.*its work has no end"):
+        Simulation([one(work=SteadyWork(float("nan")))], Cluster({"v100": 4}), make_policy("yarn-cs-gang")).run()
+
+
+@pytest.mark.timeout(10)
+def test_a_clock_that_no_longer_moves_is_told() -> None:
+    """So late, the next round begins at the same moment: a float has no room for the seconds between the two."""
+    with pytest.raises(PliantError, match="time no longer moves. 1 jobs have not ended: a "):
+        Simulation([one(submitted_s=1e20)], Cluster({"v100": 4}), Undecided()).run()
+
+
+@pytest.mark.parametrize("at_s", [float("nan"), float("inf"), -1.0])
+def test_jobs_are_submitted_at_a_time(at_s: float) -> None:
+    with pytest.raises(ConfigError, match=f"job a is submitted at {at_s} s: use seconds from 0"):
+        Simulation([one(submitted_s=at_s)], Cluster({"v100": 4}), make_policy("yarn-cs"))

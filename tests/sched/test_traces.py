@@ -10,10 +10,10 @@ import pytest
 
 from pliant.errors import ConfigError
 from pliant.sched.cluster import Cluster
-from pliant.sched.compare import SimulationSetting, compare
+from pliant.sched.compare import SimulationSetting, compare, remarks
 from pliant.sched.policies import make_policy
 from pliant.sched.simulate import Simulation, quantile, summary
-from pliant.sched.traces import PHILLY_DEVICES, PHILLY_JOBS, Trace, jobs_of, read, synthetic
+from pliant.sched.traces import PHILLY_DEVICES, PHILLY_JOBS, Trace, jobs_of, like_easyscale, read, synthetic
 
 PHILLY = "timestamp,duration,num_gpus,gpu_time,cluster\n2017-10-09 00:01:56,66.0,1,66.0,11cb48\n2017-10-09 00:00:56,10,8,80,ee\n"
 HELIOS = (
@@ -68,7 +68,7 @@ def test_published_forms_are_recognised(
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "[", "timestamp,duration,num_gpus\nx,y,z\n"])
 def test_unreadable_traces_are_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="--trace"):
+    with pytest.raises(ConfigError, match=r"trace:[12]: "):
         written(tmp_path, text)
 
 
@@ -146,3 +146,46 @@ def test_the_philly_week_has_the_published_order(cluster_data: Path) -> None:
     for key in ("jct_mean_s", "makespan_s"):
         assert found[0][key] > found[1][key] > found[2][key], key
     assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
+
+
+def test_a_file_of_nodes_is_refused_with_all_its_mistakes(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.csv"
+    nodes.write_text("sn,gpu,model\na,2,T4\nb,nan,T4\nc,-1,\nd,8,V100\n")
+    with pytest.raises(ConfigError) as refusal:
+        Cluster.parse(str(nodes))
+    assert str(refusal.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "nodes.csv:3: gpu 'nan': use a whole number from 0 to 1,000,000",
+        "nodes.csv:4: model is empty: give one",
+        "nodes.csv:4: gpu '-1': use a whole number from 0 to 1,000,000",
+    ]
+    nodes.write_text("sn,cards\na,2\n")
+    with pytest.raises(ConfigError, match=r"nodes.csv:1: no column 'gpu'"):
+        Cluster.parse(str(nodes))
+    for text in ("v100=9999999", f"v100={'9' * 5000}", "v100=4x9999999"):
+        with pytest.raises(ConfigError, match="use 1,000,000 devices of a type, or less"):
+            Cluster.parse(text)
+
+
+def test_what_published_traces_leave_open_is_no_mistake(tmp_path: Path) -> None:
+    """A task of PAI that never ran has no times, and one without a GPU has no share of it; pods of OpenB may have no end."""
+    assert written(tmp_path, PAI + "job-c,ps,1,Waiting,,,600,29,,\n").unused_rows == 1
+    assert written(tmp_path, OPENB + "openb-pod-2,1,1,1,1000,,LS,Pending,5,,\n").unused_rows == 1
+    assert written(tmp_path, HELIOS).unused_rows == 1
+    assert written(tmp_path, PHILLY + "\n\n2017-10-09 00:03:56,0,1,0,ee\n").unused_rows == 1
+
+
+def test_a_synthetic_trace_is_bounded() -> None:
+    for source in (
+        "synthetic:99999999999",
+        "synthetic:5:inf",
+        "synthetic:5:nan",
+        "synthetic:5:1e9",
+        f"synthetic:{'9' * 5000}",
+    ):
+        with pytest.raises(ConfigError, match="use "):
+            read(source)
+
+
+def test_jobs_that_are_larger_than_the_cluster_are_told() -> None:
+    setting = SimulationSetting(trace=Trace("easyscale", tuple(like_easyscale(5))), cluster="v100=4")
+    assert any("more devices than there are of any type (4 at most)" in note for note in remarks(setting))

@@ -18,6 +18,7 @@ from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.data import datasets, models, partition
 from pliant.fed.data.datasets import ImageFiles, SpeechFiles, samples_from_function, speech_commands
+from pliant.fed.data.names import check_kind, check_path
 from pliant.fed.data.partition import Partition
 from pliant.fed.data.task import InMemory, Mask, Samples, Subset, Task, take_samples
 from pliant.fed.data.user_functions import is_function_name
@@ -25,9 +26,6 @@ from pliant.fed.tables import read_client_map, read_sizes
 
 log = logging.getLogger(__name__)
 Pair = tuple[Samples, Samples]
-KINDS = ("fashion-mnist", "digits", "images", "speech", "play", "posts")
-NEED_PATH = KINDS[2:]
-"""Kinds of data that have no default location."""
 LIARS, SHUFFLE = 1, 2
 """Purposes of random draws; each has its own stream, so that no two uses draw the same numbers."""
 
@@ -41,7 +39,8 @@ def build_task(config: FedConfig) -> Task:
             "both are needed"
         )
     if config.data.test_samples:
-        test = take_samples(test, np.arange(min(config.data.test_samples, len(test.labels))))
+        partition.check_test_samples(len(test.labels), config.data.test_samples)
+        test = take_samples(test, np.arange(config.data.test_samples))
     dealt = _partition(config.data, train, config.seed)
     num_classes, sample = len(train.classes), train.inputs([0])[0]
     made = Task(
@@ -75,18 +74,6 @@ def _shuffle(seed: int, num_classes: int) -> Tensor:
 
 
 # --- samples ---
-
-
-def check_kind(config: DataConfig) -> None:
-    """Refuse an unknown kind of data."""
-    if not is_function_name(config.kind) and config.kind not in KINDS:
-        raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
-
-
-def check_path(config: DataConfig) -> None:
-    """Refuse data that lie nowhere."""
-    if config.kind in NEED_PATH and not config.path:
-        raise ConfigError(f"data.path is empty: {config.kind} data lie in a file or folder of yours, so give its path")
 
 
 def _samples(config: DataConfig) -> Pair:
@@ -150,7 +137,7 @@ def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
     if config.sizes:
         table = read_sizes(Path(config.sizes))
         drawn = partition.draw_sizes(table, config.clients, seed=seed, least=config.least, most=most)
-        sizes = partition.fit_sizes(drawn, len(train.labels))
+        sizes = partition.fit_sizes(drawn, len(train.labels), may_scale=config.scale_sizes)
     if config.partition == "iid":
         if sizes is None:
             dealt = partition.iid(len(train.labels), config.clients, seed=seed)
@@ -190,7 +177,8 @@ def _names(samples: Samples) -> Sequence[str]:
     return [str(number) for number in range(len(samples.labels))]
 
 
-def _first(whole: Partition, num: int) -> Partition:
-    count = min(num, len(whole))
+def _first(whole: Partition, count: int) -> Partition:
+    if count > len(whole):
+        raise ConfigError(f"data.clients {count}: the data have {len(whole)}; use 1 to {len(whole)}, or 0 for all")
     starts = whole.starts[: count + 1]
     return Partition(whole.names[:count], starts, whole.order[: int(starts[-1])], whole.num_samples)

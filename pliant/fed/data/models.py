@@ -14,14 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError
+from pliant.fed.data.names import FLAT, IMAGES, MODELS, TEXTS, THEIRS, check_model
 from pliant.fed.data.user_functions import call_function, is_function_name, user_code_errors
 from pliant.torchvision_import import import_torchvision
 
-IMAGES = ("cnn", "cnn-bn")
-TEXTS = ("lstm", "transformer")
-THEIRS = ("resnet18", "resnet34", "shufflenet_v2_x2_0", "mobilenet_v2")
-FLAT = ("mlp", "logistic")
-MODELS = (*IMAGES, *FLAT, *TEXTS, *THEIRS)
 OWN = "it is called with the number of classes: return a torch.nn.Module"
 
 
@@ -44,15 +40,9 @@ def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(sample.numel(), 128), nn.ReLU(), nn.Linear(128, num_classes))
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError if there is no such model."""
-    if not is_function_name(name) and name not in MODELS:
-        raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
-
-
 def check(name: str, sample: Tensor) -> None:
     """Raises ConfigError if the name is unknown, or the model does not fit samples like this one."""
-    check_name(name)
+    check_model(name)
     fit: tuple[str, ...]
     if not sample.is_floating_point():
         kind, fit = "text", TEXTS

@@ -171,11 +171,20 @@ def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, 
     return drawn
 
 
-def fit_sizes(sizes: Ints, num_samples: int) -> Ints:
-    """Scale the sizes down if they sum to more than there is; each stays 1 at least."""
+def fit_sizes(sizes: Ints, num_samples: int, *, may_scale: bool) -> Ints:
+    """Return sizes that sum to no more than there is: if they may be scaled, smaller ones, each of them 1 at least.
+
+    Raises:
+        ConfigError: the sizes sum to more, and may not be scaled.
+    """
     if sizes.sum() <= num_samples:
         return sizes
     check_clients(num_samples, len(sizes))
+    if not may_scale:
+        raise ConfigError(
+            f"data.sizes: {len(sizes)} clients would have {sizes.sum()} samples, and there are {num_samples}: use fewer "
+            "clients or a smaller data.most, or say `scale_sizes: true` in data, which makes all of them smaller"
+        )
     spare = num_samples - len(sizes)
     exact = (sizes - 1) * (spare / max(1, int((sizes - 1).sum())))
     smaller: Ints = (1 + np.floor(exact)).astype(np.int64)
@@ -187,6 +196,12 @@ def _check_labels(labels: ArrayLike) -> NDArray[np.generic]:
     if values.ndim != 1 or not len(values):
         raise ConfigError(f"labels of shape {list(values.shape)}: give one for each sample")
     return values
+
+
+def check_test_samples(num_samples: int, count: int) -> None:
+    """Raise ConfigError if fewer samples are there for testing than shall be used."""
+    if count > num_samples:
+        raise ConfigError(f"data.test_samples {count}: there are {num_samples}; use 1 to {num_samples}, or 0 for all")
 
 
 def check_clients(num_samples: int, count: int, what: str = "clients") -> None:

@@ -127,6 +127,8 @@ class ClientResult:
 class FederationState:
     def __init__(self, config: FedConfig, task: Task, workers: Workers, batching: int) -> None:
         """Raises ConfigError if parts of the config do not fit together, or a table is missing."""
+        if wrong := config.check_sizes(task.num_clients):
+            raise ConfigError("; ".join(wrong.values()))
         self.config, self.task = config, task
         self.model = Weights.of(task.model())
         self.clock_s = 0.0

@@ -194,15 +194,14 @@ class JobRecorder:
 
 
 def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
-    """Return a warning if a job invites more clients than there are; empty if not."""
+    """Return a warning if over-commit invites more clients than there are; empty if not."""
     if num_clients is None or config.invited <= num_clients:
         return ""
-    all_of = f"but there are {num_clients} clients: each round invites all of them, and nobody is selected"
-    remedy = "lower participants, or raise data.clients"
-    if config.participants > num_clients:
-        return f"warning: participants is {config.participants}, {all_of}; {remedy}"
-    asked = f"participants {config.participants} x overcommit {config.overcommit:g} is {config.invited}"
-    return f"warning: {asked}, {all_of}; {remedy}, or lower overcommit"
+    return (
+        f"warning: participants {config.participants} x overcommit {config.overcommit:g} is {config.invited}, but there are "
+        f"{num_clients} clients: each round invites all of them, and nobody is selected; lower participants, or raise "
+        "data.clients, or lower overcommit"
+    )
 
 
 def training_perf(config: FedConfig, history: History) -> dict[str, object]:
