@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -68,17 +69,24 @@ def _log_as_before() -> Iterator[None]:
     ours.propagate = propagate
 
 
+NAMES_ITS_MAKER = re.compile(r"(?:sem\.loky-|torch_)(\d+)[-_]")
+"""Files of torch, and semaphores of processes that have imported joblib: the number is that of the process."""
+
+
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
 def _shared_memory(before: set[Path] | None = None) -> set[Path]:
-    """The files in /dev/shm; with `before`, those that have come since and that no process but ours holds."""
+    """The files in /dev/shm; with `before`, those that have come since, and that no process but ours made or holds."""
     found = set(Path("/dev/shm").iterdir()) - (before or set())
     if before is None or not found:
         return found
     inodes: dict[str, Path] = {}
     for path in found:
+        # A process of another test that was killed holds nothing any more, but its files may stay for a while.
+        if (maker := NAMES_ITS_MAKER.match(path.name)) and not _is_ours(int(maker[1])):
+            continue
         with contextlib.suppress(OSError):  # gone meanwhile
             inodes[str(path.stat().st_ino)] = path
     # By inode: glibc makes a semaphore under another name than the one that it is linked to, and maps show the former.
