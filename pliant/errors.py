@@ -112,6 +112,10 @@ class OtherJob(ServerUnavailable):
     """The server keeps another job, or has lost this one; what it says is not for this job, and nothing has changed there."""
 
 
+class PolicyFailed(PliantError):
+    """A scheduling policy raised, or gave an answer that cannot be carried out."""
+
+
 class LaunchError(PliantError):
     """A program could not be started, or ended badly."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import typing
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 from pliant.adapt.policy import Policy
 from pliant.errors import ConfigError
+from pliant.own_class import load_class
 
 NAMES: Mapping[str, str] = {
     "grow-batch-size": "pliant.adapt.batch_size:GrowBatchSize",
@@ -31,7 +31,7 @@ def parse(text: str) -> Policy:
         ConfigError: there is no such policy, or it has no such option; the message lists those that exist.
     """
     place, options = _split(text.strip())
-    made = _load(place, text)
+    made = load_class(place, Policy, flag=f"--policy {text}", remedy="derive it from pliant.Policy")
     signature = inspect.signature(made)
     try:
         hints = typing.get_type_hints(made.__init__)
@@ -76,18 +76,6 @@ def _split(text: str) -> tuple[str, str]:
     if not kind or "=" in kind or not name.replace(".", "_").isidentifier() or not kind.isidentifier():
         raise ConfigError(f"--policy {text}: there is no {name!r}; use {', '.join(NAMES)}, or module:Class")
     return f"{name}:{kind}", options
-
-
-def _load(place: str, text: str) -> type[Policy]:
-    module_name, _, name = place.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"--policy {text}: cannot import {module_name}: {error}") from None
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"--policy {text}: {module_name} has no policy {name!r}: derive it from pliant.Policy")
-    return found
 
 
 def _list_options(signature: inspect.Signature) -> str:

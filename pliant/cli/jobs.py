@@ -106,6 +106,8 @@ def list_jobs(
         print(f"no jobs{' in these states' if wanted else ''}; `pliant submit job.yml` starts one")
     if cluster is not None:
         print_for_people(_cluster_line(cluster))
+        if cluster.policy_error:
+            print(f"pliant: {cluster.policy_error}; what was decided before stays", file=sys.stderr)
 
 
 def _row(job: JobStatus, now_s: float) -> list[str]:

@@ -38,7 +38,10 @@ def serve(
     policy: Annotated[
         str,
         option(
-            "--policy", "NAME", f"Scheduling policy: {', '.join(LIVE_POLICIES)}.", completion.one_of(*LIVE_POLICIES)
+            "--policy",
+            "NAME|module:Class",
+            f"Scheduling policy: {', '.join(LIVE_POLICIES)}, or a class of your own (also FILE.py:Class).",
+            completion.one_of(*LIVE_POLICIES),
         ),
     ] = LIVE_POLICIES[0],
     state: Annotated[
@@ -87,8 +90,11 @@ def serve(
 
     if on not in BACKENDS:
         raise ConfigError(f"--on {on!r} is not known: use {' or '.join(BACKENDS)}")
-    if policy not in LIVE_POLICIES:
-        raise ConfigError(f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}")
+    if policy not in LIVE_POLICIES and ":" not in policy:
+        raise ConfigError(
+            f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}, module:Class or FILE.py:Class"
+        )
+    chosen = schedulers.make_policy(policy)
     config = JobServerConfig(
         state=Path(state).absolute() if state else state_directory(),
         host=host,
@@ -120,7 +126,7 @@ def serve(
         run(
             config,
             lambda: _backend(config.state, on, given, ray_address, embedded=embedded),
-            schedulers.make_policy(policy),
+            chosen,
             say,
         )
 

@@ -53,7 +53,13 @@ def sim(
         ),
     ] = "",
     policy: Annotated[
-        str, option("--policy", "all|NAME,...", "Scheduling policies to compare.", completion.schedulers)
+        str,
+        option(
+            "--policy",
+            "all|NAME,...",
+            "Scheduling policies to compare; one of your own as module:Class or FILE.py:Class.",
+            completion.schedulers,
+        ),
     ] = "all",
     interval: Annotated[float, option("--interval", "", "Seconds between rounds.")] = 60.0,
     profiles: Annotated[str, option("--profiles", "DIR", "Pollux' measured step times.")] = "",

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.errors import CapacityError, ConfigError, NameTaken
+from pliant.errors import CapacityError, ConfigError, NameTaken, PolicyFailed
 from pliant.jobs.status import state_after
 from pliant.sched import planner
 from pliant.sched.cluster import Changes, Cluster, ScheduledJob, SchedulingPolicy
+from pliant.sched.decision import decide
 from pliant.sched.planner import Counts
 from pliant.sched.throughput import Devices, Throughput, device_key
 
@@ -272,6 +273,8 @@ class SchedulerState:
         self, policy: SchedulingPolicy, devices: Counts, jobs: Iterable[ManagedJob] = (), reserved: Counts | None = None
     ) -> None:
         self.policy = policy
+        self.policy_error = ""
+        """Why the policy has not decided when it was last asked; empty if it has."""
         self.devices = dict(devices)
         self.reserved = dict(reserved or {})
         """Devices that were reserved for others than jobs."""
@@ -449,7 +452,12 @@ class SchedulerState:
         asked = [job.for_policy(rank, room, self.devices, now_s) for rank, job in enumerate(alive)]
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
         # Jobs that are ending have been given nothing, and hold what they still have: it is given when it is free.
-        changes = self.policy.allocate(self.policy.jobs(asked), cluster, now_s)
+        changes: Changes = {}
+        try:
+            changes = decide(self.policy, self.policy.jobs(asked), cluster, now_s)
+            self.policy_error = ""
+        except PolicyFailed as error:  # what was decided before stays
+            self.policy_error = str(error)
         stranded: Changes = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
         return self._within_bounds(alive, {**stranded, **changes})
 

@@ -238,6 +238,8 @@ class Scheduler:
         self._wake: int | None = None
         """An eventfd that ends the thread's wait; open while it runs."""
         self._allocate_at_s = 0.0
+        self._told_error = ""
+        """The last error of the policy that was logged."""
         self._busy_at_s = clock()
         """When a job was last waiting or running."""
         self._idle: tuple[float, Callable[[], object]] | None = None
@@ -351,6 +353,8 @@ class Scheduler:
                 "reserved": dict(state.reserved),
                 "free": {kind: max(0, state.free(kind)) for kind in state.devices},
                 "jobs": {job.name: dict(job.asked) for job in state.active},
+                "policy": state.policy.name,
+                "policy_error": state.policy_error,
             }
 
     # --- jobs ---
@@ -495,6 +499,9 @@ class Scheduler:
             self._do(self._state.set_devices(self._backend.devices(), now_s))
             self._do(self._state.allocate(now_s))
         self._do(self._state.check_time(now_s))
+        if (failed := self._state.policy_error) != self._told_error:
+            self._told_error = failed
+            log.log(logging.ERROR if failed else logging.INFO, "%s", failed or "the policy decides again")
         for name, kill in list(self._untold.items()):
             self._tell(name, kill=kill)
         if any(not job.is_over for job in self._state.jobs.values()):

@@ -130,6 +130,9 @@ class ClusterStatus(_Answer):
     reserved: dict[str, int]
     free: dict[str, int]
     jobs: dict[str, dict[str, int]]
+    policy: str = ""
+    policy_error: str = ""
+    """Why the policy has not decided when it was last asked: the decision before stays. Empty if it has."""
 
 
 class ReservedDevices(_Answer):

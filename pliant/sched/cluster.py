@@ -233,6 +233,10 @@ class ClusterJobs:
     def find_waiting(self, name: str) -> ScheduledJob:
         return self._positions[name][2]
 
+    def find(self, name: str) -> ScheduledJob | None:
+        """Return the job of that name that runs or waits, if there is one."""
+        return self.running.get(name) or (self.find_waiting(name) if name in self._positions else None)
+
     def add(self, job: ScheduledJob) -> None:
         self.any_guaranteed |= job.min_devices > 0
         if job.held:
@@ -462,7 +466,9 @@ class SchedulingPolicy(ABC):
     """
 
     name: str
+    """Shown in results; default: the name of the class."""
     about: str
+    """What it does, in a line; default: the first line of the class's docstring."""
     rounds = True
     """Whether it decides at fixed intervals; if not, it decides as soon as something happens."""
     elastic = False
@@ -470,9 +476,20 @@ class SchedulingPolicy(ABC):
     adapts_batch = False
     """Whether jobs may change their batch size when they get more devices."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        cls.name = own.get("name", cls.__name__)
+        cls.about = own.get("about", (cls.__doc__ or cls.__name__).strip().partition("\n")[0])
+
     @abstractmethod
     def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
-        """Return the jobs whose devices change, with all devices they have from now on; never more than there are."""
+        """Return the jobs whose devices change, with all devices they have from now on; never more than there are.
+
+        `jobs.running` has the jobs with devices by name, `jobs.waiting()` yields those without. `cluster.available(kind)`
+        counts the devices of a type that jobs may have, `cluster.free(jobs)` those that none of them has. Return soon: live,
+        nothing else is decided meanwhile. Change no job.
+        """
 
     def wakes_s(self, jobs: ClusterJobs, now: float) -> float:
         """Return when to decide again even if nothing happens; infinite to wait until something does."""

@@ -17,7 +17,7 @@ from pliant.errors import ConfigError
 from pliant.machine import Json, machine
 from pliant.sched import pollux
 from pliant.sched.cluster import Cluster, Reservation, reserved_over_time
-from pliant.sched.policies import POLICIES, make_policy
+from pliant.sched.policies import make_policy, policy_class
 from pliant.sched.simulate import Charges, Simulation, SimulationOutcome, in_use, job_rows, summary
 from pliant.sched.traces import Trace, jobs_of
 
@@ -86,7 +86,7 @@ def runs(policies: Sequence[str], setting: SimulationSetting) -> list[PolicyRun]
     """Return every policy with restarts, and elastic policies also with live resizes."""
     listed = [PolicyRun(name, False) for name in policies]
     if setting.live_pause_s is not None:
-        listed += [PolicyRun(name, True) for name in policies if POLICIES[name].elastic]
+        listed += [PolicyRun(name, True) for name in policies if policy_class(name).elastic]
     return listed
 
 
@@ -157,7 +157,7 @@ def result(
         if run.live:
             policies[run.policy]["live_resize"] = numbers
             continue
-        numbers["about"] = POLICIES[run.policy].about
+        numbers["about"] = policy_class(run.policy).about
         numbers["allocated"] = [[round(time, 3), round(count, 3)] for time, count in in_use(outcome)]
         if len(outcome.jobs) <= MAX_ROWS:
             numbers["per_job"] = job_rows(outcome)

@@ -1,13 +1,20 @@
-"""Scheduling policies by name: first come first served, preemptive queues, Optimus, Pollux and EasyScale. Pure."""
+"""Scheduling policies by name: first come first served, preemptive queues, Optimus, Pollux, EasyScale, and the user's own.
+
+All but finding the user's own is pure.
+"""
 
 from __future__ import annotations
 
 import heapq
+import inspect
 import math
+import os
+import sys
 from abc import abstractmethod
 from collections.abc import Hashable
 
 from pliant.errors import ConfigError
+from pliant.own_class import describe, load_class
 from pliant.sched.cluster import Changes, Cluster, ClusterJobs, ScheduledJob, SchedulingPolicy, gang
 from pliant.sched.easyscale import Heterogeneous, Homogeneous
 
@@ -323,18 +330,49 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 }
 
 
+def policy_class(name: str) -> type[SchedulingPolicy]:
+    """Return the built-in policy of this name, or the class at `module:Class` or `FILE.py:Class`.
+
+    Raises:
+        ConfigError: there is none, or it is no scheduling policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    flag, (where, _, kind) = f"--policy {name:.200}", name.rpartition(":")
+    if not where or not kind.isidentifier():
+        raise ConfigError(f"{flag}: unknown; use {', '.join(POLICIES)}, module:Class or FILE.py:Class")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    remedy = "derive it from pliant.sched.cluster.SchedulingPolicy"
+    found = load_class(name, SchedulingPolicy, flag=flag, remedy=remedy)  # type: ignore[type-abstract]
+    if inspect.isabstract(found):
+        raise ConfigError(f"{flag}: it does not say who gets what: write {_ALLOCATE}")
+    try:
+        inspect.signature(found.allocate).bind(None, None, None, None)
+    except TypeError:
+        raise ConfigError(
+            f"{flag}: its allocate takes {inspect.signature(found.allocate)}: write {_ALLOCATE}"
+        ) from None
+    return found
+
+
+_ALLOCATE = "`def allocate(self, jobs, cluster, now)`"
+
+
 def make_policy(name: str) -> SchedulingPolicy:
-    """Make a new policy of this name."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy {name!r} is unknown: use {', '.join(POLICIES)}, or all")
-    return POLICIES[name]()
+    """Make a new policy of this name, as `policy_class` finds it."""
+    made = policy_class(name)
+    try:
+        return made()
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"--policy {name}: it cannot be made without arguments: {describe(error)}") from error
 
 
 def parse_policies(text: str) -> list[str]:
-    """Parse `all` or `a,b` into policy names."""
+    """Parse `all` or `a,b` into names that `make_policy` knows."""
     chosen = list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
     if not chosen:
-        raise ConfigError(f"--policy {text!r}: name one of {', '.join(POLICIES)}, or all")
+        raise ConfigError(f"--policy {text!r}: name one of {', '.join(POLICIES)}, module:Class, or all")
     for name in chosen:
         make_policy(name)
     return list(dict.fromkeys(chosen))

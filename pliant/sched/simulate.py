@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pliant.errors import ConfigError, PliantError
+from pliant.errors import ConfigError, PliantError, PolicyFailed
 from pliant.sched.cluster import Cluster, ClusterJobs, DevicePlacer, ScheduledJob, SchedulingPolicy, gang
+from pliant.sched.decision import decide
 
 _SUBMIT, _RESERVE, _END = 0, 1, 2
 MIN_INTERVAL_S = 1e-3
@@ -123,7 +124,8 @@ class Simulation:
         """Simulate until every job has ended.
 
         Raises:
-            PliantError: the policy gave more devices than there are, or some jobs can never run.
+            PolicyFailed: the policy raised, or gave more devices than there are.
+            PliantError: some jobs can never run.
         """
         reported, at_s, turns, idle = 0, -math.inf, 0, 0
         while len(self._outcome.jobs) < self._num_jobs:
@@ -219,8 +221,10 @@ class Simulation:
     def _decide(self, now: float) -> bool:
         """Ask the policy and apply its answer; return whether anything changed."""
         self._outcome.rounds += 1
-        before = dict(self._jobs.used)
-        changes = self._policy.allocate(self._jobs, self._cluster, now)
+        try:
+            changes = decide(self._policy, self._jobs, self._cluster, now)
+        except PolicyFailed as error:
+            raise PolicyFailed(f"at {now:g} s: {error}") from error
         changed = []
         for name, held in changes.items():
             job = self._jobs.running.get(name)
@@ -245,18 +249,8 @@ class Simulation:
             self._jobs.add(job)
             self._record_history(job, now, job.held)
         if changed:
-            self._check(before)
             self._record_usage(now)
         return bool(changed)
-
-    def _check(self, before: Mapping[str, int]) -> None:
-        for kind, count in self._jobs.used.items():
-            # Policies that never preempt keep devices that were reserved meanwhile, but may not take more.
-            if count > max(self._cluster.available(kind), before.get(kind, 0)):
-                raise PliantError(
-                    f"{self._policy.name} gave {count} devices of type {kind}, of which there are "
-                    f"{self._cluster.available(kind)}: that is a mistake of the policy"
-                )
 
     def _record_usage(self, now: float) -> None:
         total = self._jobs.used.total()

@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from paper_backend import PaperBackend, train_job
@@ -22,6 +22,7 @@ from pliant.jobs.schema import JobSpec, job_from_json
 from pliant.jobs.status import JobDetail, JobStatus
 from pliant.jobs.store import JobStore
 from pliant.sched import policies as schedulers
+from pliant.sched.cluster import Changes, Cluster, ClusterJobs, SchedulingPolicy
 from pliant.sched.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
 
 TOKEN = {"Authorization": "Bearer t"}
@@ -32,9 +33,12 @@ def spec(name: str, **more: Any) -> JobSpec:
 
 
 @contextlib.contextmanager
-def scheduling(backend: PaperBackend, folder: Path, interval_s: float = 0.05) -> Iterator[Scheduler]:
+def scheduling(
+    backend: PaperBackend, folder: Path, interval_s: float = 0.05, policy: SchedulingPolicy | None = None
+) -> Iterator[Scheduler]:
+    policy = policy or schedulers.make_policy("easyscale-heter")
     with JobStore(folder) as book:
-        scheduler = Scheduler(backend, schedulers.make_policy("easyscale-heter"), book, interval_s=interval_s)
+        scheduler = Scheduler(backend, policy, book, interval_s=interval_s)
         with scheduler.running():
             yield scheduler
 
@@ -122,6 +126,38 @@ def test_devices_that_come_are_used(backend: PaperBackend, tmp_path: Path) -> No
         assert state_of(scheduler, "b") == "waiting"
         backend.counts = {"cpu": 2}
         until(lambda: state_of(scheduler, "b") == "starting")
+
+
+class Moody(SchedulingPolicy):
+    """Gives one device to each job, unless it is in a bad mood."""
+
+    mood: ClassVar = ""
+
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
+        if self.mood == "raises":
+            raise RuntimeError("not today")
+        size = 9 if self.mood == "greedy" else 1
+        return {job.name: {job.preferred: size} for job in jobs.waiting()}
+
+
+def test_a_policy_that_fails_leaves_what_was_decided_and_says_why(
+    backend: PaperBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scheduling(backend, tmp_path, policy=Moody()) as scheduler:
+        scheduler.submit(spec("a"))
+        for mood, why in (
+            ("raises", "RuntimeError: not today (test_scheduler.py:"),
+            ("greedy", "b was given 9 devices"),
+        ):
+            monkeypatch.setattr(Moody, "mood", mood)
+            name = "b" if mood == "raises" else "c"
+            assert scheduler.submit(spec(name)).state == "waiting"
+            assert why in scheduler.cluster()["policy_error"]
+            assert why in str(caplog.text) or until(lambda why=why: why in caplog.text)
+        assert (scheduler.cluster()["policy"], scheduler.cluster()["jobs"]) == ("Moody", {"a": {"cpu": 1}})
+        monkeypatch.setattr(Moody, "mood", "")
+        until(lambda: state_of(scheduler, "c") == "starting")
+        assert scheduler.cluster()["policy_error"] == ""
 
 
 def test_a_federated_job_is_scheduled_stopped_resumed_and_forgotten_like_any_other(
@@ -250,7 +286,9 @@ def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
     assert api.delete("/jobs/a").status_code == 202
     until(lambda: api.get("/jobs/a").json()["state"] == "stopped")
     assert api.delete("/jobs/a").status_code == 202
-    assert api.get("/cluster").json() == {"devices": {"cpu": 4}, "reserved": {}, "free": {"cpu": 4}, "jobs": {}}
+    assert api.get("/cluster").json() == {
+        "devices": {"cpu": 4}, "reserved": {}, "free": {"cpu": 4}, "jobs": {}, "policy": "easyscale-heter", "policy_error": "",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
