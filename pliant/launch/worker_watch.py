@@ -31,8 +31,8 @@ PERIOD_S = 1.0
 STACK_WAIT_S = 0.5
 """How long a process has to show its stacks."""
 WORK_PER_S = 1.0
-"""A process of which the main thread runs or wakes up less often does nothing. So does one that has done less for its
-children: they are measured by the hundredths of a second that they have computed."""
+"""A process does nothing if its main thread wakes up less often, and it and its children compute for fewer hundredths of a
+second."""
 CHECKS = 8
 """Whether a process does something is looked at so often within the time that it may do nothing."""
 MOST_FRAMES = 24
@@ -154,7 +154,8 @@ class WorkerWatch:
         limit_s = self._start_limit_s
         if now_s - each.work_s >= limit_s / CHECKS:
             work = _work_of(each.pid)
-            if not each.work_s or work - each.work >= WORK_PER_S * (now_s - each.work_s):
+            is_running = process_state(each.pid) == "R"  # or would run, if it had a core
+            if is_running or not each.work_s or work - each.work >= WORK_PER_S * (now_s - each.work_s):
                 each.worked_s, each.is_idle_shown = now_s, False
             each.work, each.work_s = work, now_s
         idle_s = now_s - each.worked_s
@@ -306,24 +307,31 @@ def _children(pid: int) -> list[int]:
 
 def _work_of(pid: int) -> int:
     """Return a number that grows as a process works: how often its main thread was run, and the hundredths of a second that
-    the processes that it has started have computed, those of their own children among them."""
+    it has computed, and so have the processes that it has started, with their own children. (A thread that has a core for
+    itself is run once, and computes on.)"""
     work = 0
+    main_thread = Path(f"/proc/{pid}/task/{pid}")
     try:
-        for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines():
+        for line in (main_thread / "status").read_text().splitlines():
             if "ctxt_switches" in line:
                 work += int(line.split()[1])
+        work += sum(map(int, _numbers_of(main_thread)[11:13]))
     except (OSError, ValueError):
         return 0
     waiting = _children(pid)
     while waiting:
         child = waiting.pop()
         try:
-            words = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            work += sum(map(int, _numbers_of(Path(f"/proc/{child}"))[11:15]))
         except OSError:
             continue
-        work += sum(map(int, words[11:15]))
         waiting += _children(child)
     return work
+
+
+def _numbers_of(task: Path) -> list[str]:
+    """Return what the kernel says of a process or thread, without its number and name."""
+    return (task / "stat").read_text().rpartition(")")[2].split()
 
 
 def _name(pid: int) -> str:

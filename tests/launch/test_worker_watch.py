@@ -168,17 +168,17 @@ def test_before_it_joins_one_that_does_nothing_is_told_and_one_that_works_is_not
         watch = WorkerWatch(board, StallRule(0.05), posted.append, stopped_limit_s=10, replaces=True)
         watch.add(ME, process.pid, 5)
         begun_s = time.monotonic()
-        while (now_s := time.monotonic()) < begun_s + 1.2:
+        while (now_s := time.monotonic()) < begun_s + (20 if "sleep" in program and not posted else 1.2):
             watch.look(now_s)
             time.sleep(0.02)  # the time in which it does nothing, or works
         process.kill()
     board.close()
     if "sleep" in program:
-        assert caplog.text.count("has done nothing for 0s") == 1
+        assert caplog.text.count("has done nothing for ") == 1
         assert "which has not called pliant.join() yet" in caplog.text
         first = posted[0]
         assert isinstance(first, Idle)
         assert (first.worker, first.limit_s) == (ME, 0.5)
-        assert 0.5 < first.for_s < 1
+        assert first.for_s > 0.5
     else:
         assert (caplog.text, posted) == ("", [])
