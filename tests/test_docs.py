@@ -6,28 +6,24 @@ import ast
 import difflib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import pytest
-import typer
 from command import command
 
 import pliant
-from pliant.cli.main import build
 from pliant.comm.topology import STRATEGIES
 from pliant.errors import ENDED_EXIT, REFUSED_EXIT
 from pliant.launch.supervisor import TIMEOUT_EXIT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "repro" / "results" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("repro/**/README.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
@@ -167,77 +163,6 @@ def _changed(old: list[str], new: list[str]) -> str:
     runs = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
     spans = [(begin + 1, end) for kind, _, _, begin, end in runs if kind in ("replace", "insert")]
     return " ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans)
-
-
-def _commands() -> dict[tuple[str, ...], Any]:
-    found: dict[tuple[str, ...], Any] = {}
-
-    def walk(given: Any, path: tuple[str, ...]) -> None:
-        found[path] = given
-        for name, inner in getattr(given, "commands", {}).items():
-            walk(inner, (*path, name))
-
-    walk(typer.main.get_command(build()), ())
-    return found
-
-
-COMMANDS = _commands()
-
-
-def _complaint(line: str) -> str:
-    """Why `pliant ...` cannot be typed so; empty where it can. Values are not looked at."""
-    line = re.sub(r"\$\(.*?\)", "x", line.replace("...", " "))
-    words = [word for word in shlex.split(line, comments=True) if word not in ("[", "]")][1:]
-    path: tuple[str, ...] = ()
-    while words and (*path, words[0]) in COMMANDS:
-        path = (*path, words.pop(0))
-    given = COMMANDS[path]
-    if hasattr(given, "commands") and words and not words[0].startswith("-") and not words[0].isupper():  # COMMAND: any
-        return f"{line}: there is no such command"
-    options = {name: each for each in given.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
-    if path == ("run",):  # KungFu's spellings have one dash and are not listed
-        options |= {name[1:]: each for name, each in options.items() if name.startswith("--")}
-    while words:
-        word = words.pop(0)
-        name = word.partition("=")[0]
-        if word == "--" or (path == ("run",) and (word == "-m" or not word.startswith("-"))):
-            return ""  # the program's own words follow
-        if word.startswith("-") and name not in (*options, "-h", "--help"):
-            return f"{line}: {word} is no option of it"
-        if name in options and not options[name].is_flag and "=" not in word and words:
-            words.pop(0)
-    return ""
-
-
-def _typed(text: str) -> list[str]:
-    """What a page says can be typed: in backticks, after a $, and at the beginning of lines of a block."""
-    text = text.replace("\\\n", " ")
-    blocks = "\n".join(FENCE.findall(text))
-    return [
-        *re.findall(r"`(pliant [^`\n]+)`", text),
-        *re.findall(r"^(?:    )?\$ (pliant [^\n|>&]+)", text, re.MULTILINE),
-        *re.findall(r"^(pliant [^\n|>&]+)", blocks, re.MULTILINE),
-    ]
-
-
-@pytest.mark.parametrize("page", NAMES)
-def test_commands_can_be_typed(page: str) -> None:
-    """Every command, and every option of it, exists."""
-    complaints = [
-        found for line in _typed((ROOT / page).read_text()) if (found := _complaint(line.replace("\\|", "|")))
-    ]
-    assert not complaints
-
-
-def test_commands_of_examples_can_be_typed() -> None:
-    lines = [
-        line
-        for path in (ROOT / "examples").rglob("*.*")
-        if path.suffix in (".py", ".yml")
-        for line in re.findall(r"^(?:#.*: |[# ]*)(pliant [a-z][^\n|>&]+)", path.read_text(), re.MULTILINE)
-    ]
-    assert len(lines) > 15
-    assert not [found for line in lines if (found := _complaint(line))]
 
 
 def test_names_of_the_code_are_there() -> None:
