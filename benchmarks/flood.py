@@ -1,6 +1,6 @@
 """Thousands of connections that never send a request, against each server of pliant while a job trains.
 
-    python benchmarks/flood.py                                   # 10,000 against run, config-server, serve and dash
+    python benchmarks/flood.py                                   # 10,000 against run, a worker of it, config-server, serve and dash
     python benchmarks/flood.py --connections 10000 --descriptors 1024 --json FILE
 
 Half of the connections send nothing, and half the first line of a request; all are held open from here. Meanwhile the job
@@ -31,14 +31,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "repro")]
 
 from pliant_repro.contest import form  # noqa: E402
 
-SERVERS = ("run", "config-server", "serve", "dash")
+SERVERS = ("run", "worker", "config-server", "serve", "dash")
 WITHIN_S = 5.0
 MOST_LOG_BYTES = 1_000_000
 WAIT_S = 60.0
 PLIANT = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = """
-import sys, time, torch, pliant
+import os, sys, time, torch, pliant
 job = pliant.join(replicas=2)
+if job.is_first:
+    with open(sys.argv[1] + ".worker", "w") as file:
+        file.write(os.environ["PLIANT_WORKER"])
 model = torch.nn.Linear(8, 2)
 model, optimizer = job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
 loader = job.loader(torch.utils.data.TensorDataset(torch.randn(4096, 8), torch.randint(2, (4096,))), batch_size=8)
@@ -162,6 +165,9 @@ def measure(server: str, connections: int, place: Place) -> dict[str, Any]:
         logs.append(place.start("run", "run", "-w", *words, "-np", 2, "-H", "127.0.0.1:2", "train.py", "first"))
         if server == "run":
             port = port_in(logs[0], r"http://127\.0\.0\.1:(\d+)/config")
+        if server == "worker":
+            named = place.folder / "first.worker"
+            port = int(until(lambda: named.exists() and named.read_text(), "a worker").rpartition(":")[2])
         if server == "dash":
             logs.append(place.start("dash", "dash", "--port", 0))
             port = port_in(logs[1], r"http://127\.0\.0\.1:(\d+)")

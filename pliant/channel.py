@@ -31,6 +31,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -43,7 +44,13 @@ MAGIC = b"PLIANT"
 HANDSHAKE_S = 5.0
 """Time limit of a handshake."""
 MAX_STRANGERS = 256
-"""Connections of a server whose handshake is not done; further ones are closed at once."""
+"""Connections of a server whose handshake is not done; for a further one the oldest of them is closed."""
+ROOM_S = 1.0
+"""How long to wait until that one is closed."""
+CROWD = "too many at once, {} others have not said who they are"
+MOST_TOLD = 50
+"""Refusals of a server that are lines in its log, within `REPORT_S`; of further ones the log has the number."""
+REPORT_S = 60.0
 MAX_BODY_BYTES = 1 << 20
 STALL_S = 30.0
 """A message that has begun, but of which nothing more comes (or leaves) for this long, is given up."""
@@ -406,10 +413,22 @@ OnAccepted = Callable[[socket.socket, str, bytes, float], Callable[[], None] | N
 """Called with the socket, the name and key of its other side, and the deadline of the handshake."""
 
 
+@dataclass(eq=False, slots=True)
+class _Stranger:
+    """A connection whose handshake is not done."""
+
+    sock: socket.socket
+    has_proved: bool = False
+    """Whether its other side has proved that it knows the secret."""
+    is_pushed_out: bool = False
+    """Whether it was closed to make room for another one."""
+
+
 class HandshakeServer:
     """Accepts connections at `listener`, and hands those whose other side knows the secret to `on_accepted`.
 
-    Each handshake has a thread of its own. `on_accepted` ends it with `send_welcome` or `refuse`. If it returns a function,
+    Each handshake has a thread of its own. If there are too many, the oldest makes room: who knows the secret needs a moment,
+    so a stream of strangers does not keep it out. `on_accepted` ends it with `send_welcome` or `refuse`. If it returns a function,
     that is called on the same thread, when the handshake no longer counts. Strangers are refused and logged. `owner` begins
     the messages in the log. `certificate` is the one of `tls`. `listener` belongs to the server from now on.
     """
@@ -429,9 +448,10 @@ class HandshakeServer:
         self._listener, self._secret, self._on_accepted = listener, secret, on_accepted
         self._purpose, self._owner, self._tls = purpose, owner, tls
         self._binding = certificate_digest(certificate) if tls is not None else b""
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
-        self._underway: set[socket.socket] = set()
-        """Connections whose handshake is not done."""
+        self._strangers: dict[_Stranger, None] = {}
+        """Connections whose handshake is not done, the oldest first."""
+        self._room = threading.Condition()
+        self._refusals = _RefusalLog(owner)
         self._thread = threading.Thread(target=self._accept, name=f"pliant-accept-{purpose}", daemon=True)
 
     def start(self) -> None:
@@ -446,10 +466,11 @@ class HandshakeServer:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         self._listener.close()
+        self._refusals.close()
 
     def close_in_child(self) -> None:
         """In a forked child: close the parent's sockets."""
-        for sock in (self._listener, *self._underway):
+        for sock in (self._listener, *(stranger.sock for stranger in list(self._strangers))):
             sock.close()
 
     def _accept(self) -> None:
@@ -462,38 +483,94 @@ class HandshakeServer:
                     log.warning("%s cannot accept a connection now: %s", self._owner, error)
                     time.sleep(_RETRY_S)  # out of descriptors: asking again at once would only spin
                 continue
-            if self._strangers.acquire(blocking=False):
+            stranger = _Stranger(sock)
+            try:
+                self._admit(stranger)
                 name = f"pliant-hello-{self._purpose}"
-                threading.Thread(target=self._attend, args=(sock, address), name=name, daemon=True).start()
-            else:
-                self._log_refusal(address, f"too many at once, {MAX_STRANGERS} others have not said who they are")
+                threading.Thread(target=self._attend, args=(stranger, address), name=name, daemon=True).start()
+            except (RuntimeError, TimeoutError) as error:  # no thread can be made, or none of them ends
+                self._forget(stranger)
+                self._log_refusal(address, error)
                 sock.close()
 
-    def _attend(self, sock: socket.socket, address: object) -> None:
-        deadline_s = time.monotonic() + HANDSHAKE_S
-        self._underway.add(raw := sock)
+    def _admit(self, stranger: _Stranger) -> None:
+        """Wait for room, which the oldest makes that has proved nothing; raise TimeoutError if there is none."""
+        with self._room:
+            if len(self._strangers) >= MAX_STRANGERS:
+                for oldest in self._strangers:
+                    if not (oldest.has_proved or oldest.is_pushed_out):
+                        oldest.is_pushed_out = True
+                        with contextlib.suppress(OSError):
+                            socket.socket.shutdown(oldest.sock, socket.SHUT_RDWR)  # wakes its thread, which closes it
+                        break
+                if not self._room.wait_for(lambda: len(self._strangers) < MAX_STRANGERS, ROOM_S):
+                    raise TimeoutError(CROWD.format(MAX_STRANGERS))
+            self._strangers[stranger] = None
+
+    def _forget(self, stranger: _Stranger) -> None:
+        with self._room:
+            self._strangers.pop(stranger, None)
+            self._room.notify_all()
+
+    def _attend(self, stranger: _Stranger, address: object) -> None:
+        deadline_s, sock = time.monotonic() + HANDSHAKE_S, stranger.sock
         try:
             if self._tls is not None:
                 sock.settimeout(HANDSHAKE_S)
-                sock = self._tls.wrap_socket(sock, server_side=True)
-                self._underway.add(sock)
+                wrapped = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                stranger.sock = sock = wrapped
+                wrapped.do_handshake()
             name, key = accept_handshake(
                 sock, self._secret, purpose=self._purpose, deadline_s=deadline_s, binding=self._binding
             )
+            stranger.has_proved = True
             serve = self._on_accepted(sock, name, key, deadline_s)
         except (CommError, OSError, ValueError) as error:
-            self._log_refusal(address, error)
+            self._log_refusal(address, CROWD.format(MAX_STRANGERS) if stranger.is_pushed_out else error)
             sock.close()
             return
         finally:
-            self._underway -= {raw, sock}
-            self._strangers.release()
+            self._forget(stranger)
         if serve is not None:
             serve()
 
     def _log_refusal(self, address: object, reason: object) -> None:
         if not self.closing:
-            log.warning("%s refused a connection from %s: %s", self._owner, address or "this host", reason)
+            self._refusals.tell(address or "this host", reason)
+
+
+class _RefusalLog:
+    """The lines about refused connections: those of a flood are counted, so that strangers cannot fill a disk."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._begun_s = -REPORT_S
+        self._num_told = self._num_untold = 0
+
+    def tell(self, address: object, reason: object) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._begun_s >= REPORT_S:
+                self._tell_number()
+                self._begun_s, self._num_told = now_s, 0
+            self._num_told += 1
+            if self._num_told > MOST_TOLD:
+                self._num_untold += 1
+                return
+        log.warning("%s refused a connection from %s: %s", self._owner, address, reason)
+        if self._num_told == MOST_TOLD:
+            log.warning("%s: further refusals are counted for %g s", self._owner, REPORT_S)
+
+    def close(self) -> None:
+        """Tell how many there were, if that was not told yet."""
+        with self._lock:
+            self._tell_number()
+
+    def _tell_number(self) -> None:
+        if self._num_untold:
+            log.warning("%s refused %d more connections", self._owner, self._num_untold)
+        self._num_untold = 0
 
 
 class ChannelServer(HandshakeServer):

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import hmac
 import os
+import re
 import socket
 import ssl
 import threading
@@ -275,6 +276,33 @@ def test_strangers_cost_little_and_not_for_long(
         with contextlib.closing(connect_channel(address, SECRET, purpose="test", name="a")) as client:
             client.send({"still": "served"})
             assert client.receive(PATIENCE_S) == ({"name": "a", "still": "served"}, b"")
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_who_knows_the_secret_gets_in_through_a_stream_of_strangers_and_the_log_stays_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, has_tls: bool
+) -> None:
+    monkeypatch.setattr(channel, "MAX_STRANGERS", 20)
+    certificate, key = make_certificate(tmp_path, "job")
+    server, client = tls_contexts(certificate, key) if has_tls else (None, None)
+    der = ssl.PEM_cert_to_DER_cert(Path(certificate).read_text())
+    with serving(tls=server, certificate=der) as address, contextlib.ExitStack() as stack:
+
+        def crowd() -> None:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
+
+        crowd()
+        for name in "abc":
+            peer = stack.enter_context(
+                contextlib.closing(connect_channel(address, SECRET, purpose="test", name=name, tls=client))
+            )
+            crowd()
+            peer.send({"still": "served"})
+            assert peer.receive(PATIENCE_S) == ({"name": name, "still": "served"}, b"")
+        wait_for_log(caplog, "further refusals are counted for 60 s")
+        assert 50 <= len(caplog.messages) <= 54
+    assert re.search(r"refused \d{3} more connections", caplog.messages[-1])
 
 
 # --- TLS ---

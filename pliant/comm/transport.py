@@ -145,7 +145,6 @@ class Transport:
                         raise self._missing_error(missing, number, errors, None if stopped else timeout_s)
                     for worker in missing:
                         if worker < self._me and worker not in self._connecting and worker not in errors:
-                            self._connecting.add(worker)
                             self._start_connecting(worker, deadline_s, given_up, errors)
                     left_s = max(0.001, deadline_s - time.monotonic())
                     self._changed.wait(left_s if cancelled is None else min(left_s, CANCEL_S))
@@ -165,7 +164,13 @@ class Transport:
                     self._connecting.discard(worker)
                     self._changed.notify_all()
 
-        threading.Thread(target=connect, name="pliant-connect", daemon=True).start()
+        try:
+            threading.Thread(target=connect, name="pliant-connect", daemon=True).start()
+        except RuntimeError as error:
+            raise CommError(
+                f"{self._me} cannot connect to {worker} ({error}): let its user have more threads"
+            ) from None
+        self._connecting.add(worker)  # under the lock that the thread needs to discard it
 
     def _missing_error(
         self, missing: Sequence[Worker], number: int, errors: dict[Worker, CommError], timeout_s: float | None

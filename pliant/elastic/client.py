@@ -38,6 +38,7 @@ from pliant.errors import (
     ServerUnavailable,
     StaleView,
 )
+from pliant.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +97,11 @@ class HttpClient(ABC):
         timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
         try:
             return self._http.request(method, url, params=query, headers=headers, json=body, timeout=timeout)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # no connection, or what comes back is no HTTP
             raise ServerUnavailable(self._describe_unreachable(error)) from None
 
     @abstractmethod
-    def _describe_unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.RequestError) -> str:
         """Return the message of the ServerUnavailable that is raised if no answer came."""
 
 
@@ -118,7 +119,7 @@ def parse_server_url(url: str, what: str, example: str) -> httpx.URL:
 def refusal_reason(answer: httpx.Response) -> str:
     """Return why a server refused, in its own words."""
     try:
-        return str(answer.json()["error"])
+        return str(parse_json(answer.content)["error"])
     except (ValueError, KeyError, TypeError):
         return answer.reason_phrase or str(answer.status_code)
 
@@ -387,7 +388,7 @@ class ConfigClient(HttpClient):
             self._raise_refusal(answer, expected)
         return answer
 
-    def _describe_unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.RequestError) -> str:
         why = str(error) or type(error).__name__
         return f"config server {self.url}: {why}; is it running, and is this its address?"
 
@@ -408,7 +409,7 @@ class ConfigClient(HttpClient):
 
     def _decode(self, answer: httpx.Response, decode: Callable[[object], T]) -> T:
         try:
-            return decode(answer.json())
+            return decode(parse_json(answer.content))
         except ValueError:
             raise ConfigError(
                 f"{self.url} answered without JSON: it is not a config server; give the address that "

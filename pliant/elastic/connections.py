@@ -8,6 +8,7 @@ oldest one of a stranger is closed; those that have shown the token stay.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import resource
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -74,7 +76,8 @@ class LimitedProtocol(H11Protocol):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {**(scope.get("extensions") or {}), _TRUST: lambda: self._acceptor.trust(self)}
-        await self._served(scope, receive, send)
+        with contextlib.suppress(ClientDisconnect):  # the client's doing: nobody is left to be answered
+            await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,6 +87,18 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, if the answer can still be given, and end the connection.
+
+        A request whose body goes on as nonsense is being answered already, or has been.
+        """
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -22,6 +22,7 @@ from pliant.elastic import membership as rules
 from pliant.elastic.etcd_gateway import EtcdAddress, EtcdKey, KeyValue
 from pliant.elastic.membership import NO_LIMITS, ElasticState, Limits, ViewRequest, WorkerNotice
 from pliant.errors import ConfigError, OtherJob
+from pliant.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class JobValue:
         if not data:
             return cls()
         try:
-            value = json.loads(data)
+            value = parse_json(data)
             return cls(ElasticState.from_json(value), Limits.from_json(value.get("Limits")))
         except (ValueError, TypeError, ConfigError):
             text = data[:60].decode(errors="backslashreplace")

@@ -206,7 +206,7 @@ class EtcdKey:
             for endpoint in self._in_order():
                 try:
                     answer = self._send_to(endpoint, path, body, wait_s, stream=stream)
-                except (httpx.TransportError, ServerUnavailable) as error:
+                except (httpx.RequestError, ServerUnavailable) as error:
                     _refuse_wrong_tls(error)
                     silent[endpoint] = str(error) or type(error).__name__
                     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -289,7 +289,8 @@ class _Watch:
         """Which endpoint has given it."""
         self.is_open = True
         self._lines = answer.iter_lines()
-        self._socket = answer.extensions["network_stream"].get_extra_info("socket")
+        self._grown = select.poll()  # not select.select, which knows no descriptor above 1023
+        self._grown.register(answer.extensions["network_stream"].get_extra_info("socket"), select.POLLIN)
         self._read_line()  # says that the watch is there: no change from now on is missed
 
     def wait(self, timeout_s: float) -> None:
@@ -297,13 +298,13 @@ class _Watch:
         if not self.is_open:
             time.sleep(min(PAUSE_S, timeout_s))
         # A line that has come together with the one before it is older than the read that followed that one.
-        elif select.select([self._socket], [], [], timeout_s)[0]:
+        elif self._grown.poll(timeout_s * 1000):
             self._read_line()
 
     def _read_line(self) -> None:
         try:
             self.is_open = "canceled" not in next(self._lines)
-        except (StopIteration, httpx.TransportError):
+        except (StopIteration, httpx.RequestError):
             self.is_open = False
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class HostGate:
         if len(hosts) != 1 or not self._is_own(host_name(hosts[0]), scope["server"]):
             said = ", ".join(hosts)
             return f"{said!r:.80} is not a name of this server: use its address, or give it the name with --server-name"
-        if origins and [urlsplit(origin).netloc.lower() for origin in origins] != [hosts[0].lower()]:
+        if origins and [_site_of(origin) for origin in origins] != [hosts[0].lower()]:
             return f"a page of {', '.join(origins)!r:.80} may not send requests to this server"
         return ""
 
@@ -100,6 +101,14 @@ class HostGate:
             return address.is_loopback or (server is not None and address == _unmapped(server[0]))
         except ValueError:
             return False
+
+
+def _site_of(origin: str) -> str:
+    """Return the host and port of an Origin header; empty if it is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def host_name(host: str) -> str:
@@ -119,8 +128,15 @@ def _header(scope: Scope, wanted: bytes) -> list[str]:
     return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
 
 
-class TokenGate:
-    """An ASGI application that lets in requests with the token, and counts the answers by status.
+class Gate(ABC):
+    """An ASGI application that asks for a token before it passes a request on. Nothing is served without one."""
+
+    @abstractmethod
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class TokenGate(Gate):
+    """Lets in requests with the token, and counts the answers by status.
 
     Without a token, which only an open server lacks, all requests are let in; `/health` and `/healthz` always are.
     """
@@ -154,7 +170,7 @@ _UNAUTHORIZED = json_response(
 )
 
 
-def single_page(path: str, answer: Callable[[], Response], token: str) -> ASGIApp:
+def single_page(path: str, answer: Callable[[], Response], token: str) -> Gate:
     """Return an application that answers a GET of `path` with what `answer` returns, to requests with the token."""
 
     def endpoint(request: Request) -> Response:  # not a coroutine: Starlette calls it in a thread
@@ -315,7 +331,7 @@ class UvicornServer(uvicorn.Server):
 
 
 def uvicorn_config(
-    app: ASGIApp, *, names: Iterable[str] = (), tls_cert: str = "", tls_key: str = "", is_page: bool = False
+    app: Gate, *, names: Iterable[str] = (), tls_cert: str = "", tls_key: str = "", is_page: bool = False
 ) -> uvicorn.Config:
     """Return settings for plain HTTP/1.1, or TLS where there is a certificate; silent, and slow to close.
 

@@ -187,7 +187,7 @@ class Member:
 
     def _prepare(self) -> None:
         """Connect to the members of the newest membership, while the program trains in an older one."""
-        done = 0
+        done, said = 0, ""
         while not self._closing:
             with self._changed:
                 self._changed.wait_for(lambda beyond=done: self._closing or self._latest.number > beyond)  # type: ignore[misc]
@@ -199,7 +199,10 @@ class Member:
                     self.transport.connect(members, membership.number, timeout_s=CONNECT_S, cancelled=stale)
                 except CommError as error:
                     if not self._is_stale(membership):
-                        log.warning("%s cannot connect to membership %d: %s", self.me, membership.number, error)
+                        why = f"{self.me} cannot connect to membership {membership.number}: {error}"
+                        if why != said:
+                            log.warning("%s", why)
+                        said = why
                         time.sleep(RETRY_S)
                     continue
                 if self.on_prepare is not None:

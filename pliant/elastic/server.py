@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from pliant import errors
 from pliant.cluster import BY_PROGRAM, ORIGIN_HEADER, ClusterSnapshot, Membership, View, Wanted, Worker, check_host
@@ -339,7 +338,7 @@ class ConfigRoutes:
         self._held = HeldRequests()
         self._encoded: tuple[ClusterSnapshot | None, bytes] = (None, b"")
         self._asked_s = time.monotonic()
-        self.app: ASGIApp = TokenGate(self._make_app(), config.token, self._answers)
+        self.app = TokenGate(self._make_app(), config.token, self._answers)
 
     @property
     def asked_s(self) -> float:

@@ -28,7 +28,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from pliant.cluster import check_host
 from pliant.elastic import http_server
@@ -73,7 +72,7 @@ class JobsApi:
     def __init__(self, scheduler: Scheduler, token: str) -> None:
         self._scheduler = scheduler
         self._closing = False
-        self.app: ASGIApp = TokenGate(self._routes(), token, Counter())
+        self.app = TokenGate(self._routes(), token, Counter())
 
     def close(self) -> None:
         """Answer held requests now: the server is about to stop."""

@@ -250,7 +250,7 @@ class ProcessRun:
         if process is None and self._is_kept():
             raise ServerUnavailable(f"job {self._run.spec.name}: its runner is only just starting")
         if process is not None:
-            os.kill(process, signal.SIGKILL)
+            _send(process, signal.SIGKILL)
         return process is not None
 
 
@@ -353,7 +353,7 @@ class TrainRun(ProcessRun):
             for process in processes:
                 kill_group(process.pid, signal.SIGKILL)
         elif self._state() is None and (runner := self._process()) is not None:
-            os.kill(runner, signal.SIGTERM)  # it has nothing to save yet
+            _send(runner, signal.SIGTERM)  # it has nothing to save yet
         else:
             with self._client() as client:
                 self._before |= Counter(self._wanted)
@@ -408,7 +408,7 @@ class FederatedRun(ProcessRun):
             self._kill_process()
             self._kill_marked()
         elif (coordinator := self._process()) is not None:
-            os.kill(coordinator, signal.SIGTERM)
+            _send(coordinator, signal.SIGTERM)
         elif self._is_kept():
             raise ServerUnavailable(f"job {self._run.spec.name}: its coordinator is only just starting")
 
@@ -424,8 +424,7 @@ class FederatedRun(ProcessRun):
 
     def _kill_marked(self) -> None:
         for pid in marked_processes(str(self._place)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
 
 
 # --- Ray ---
@@ -537,6 +536,12 @@ class RayRun(TrainRun):
 
 
 # --- helpers ---
+
+
+def _send(pid: int, signum: int) -> None:
+    """Send a signal to a process, which may have ended just now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
 
 
 def last_line(path: Path) -> str:

@@ -245,7 +245,7 @@ class JobsClient(HttpClient):
                 f"{self._url} is no server of this version of pliant: {why} in its answer to {method} {path}"
             ) from None
 
-    def _describe_unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.RequestError) -> str:
         if self.server.is_gone:
             return f"the server at {self._url} (pid {self.server.pid}) has ended; its jobs run on: start `pliant serve` again"
         why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__

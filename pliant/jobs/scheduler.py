@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,6 +173,10 @@ class RecordTail:
             file.seek(self._at)
             data = file.read(TAIL_BYTES)
         whole = data.rfind(b"\n") + 1
+        if not whole and len(data) == TAIL_BYTES:  # a line that is longer than all that is read at once says nothing
+            self._at += TAIL_BYTES
+            self._skips_line = True
+            return []
         self._at += whole
         lines = data[:whole].splitlines()
         if self._skips_line and lines:
@@ -461,14 +466,23 @@ class Scheduler:
     # --- the thread ---
 
     def _work(self) -> None:
+        trouble = ""
         while True:
             with self._changed:
                 if self._stopping:
                     return
+                before, trouble = trouble, ""
                 try:
                     self._look()
-                except Exception:  # trouble with one job, or a full disk, must not leave the others without a scheduler
-                    log.exception("the scheduler's turn failed; trying again")
+                except (
+                    Exception
+                ) as error:  # trouble with one job, or a full disk, must not leave the others without a scheduler
+                    trouble = f"{type(error).__name__}: {error}"
+                    if trouble != before:  # ten times a second it would fill another disk
+                        is_disk = isinstance(error, sqlite3.Error)
+                        log.error("the scheduler's turn failed: %s; trying again", error, exc_info=not is_disk)
+                if before and not trouble:
+                    log.warning("the scheduler works again")
                 self._changed.notify_all()
                 signals = [handle.end_signal() for handle in self._runs.values()]
                 wait_s = URGENT_S if self._state.reserve_by_s is not None else LOOK_S
@@ -613,7 +627,10 @@ class Scheduler:
         self._state.set_told(name)
 
     def _drop(self, name: str) -> None:
+        handle = self._runs.get(name)
+        if handle is None:
+            return  # it has ended before this could be saved
         try:
-            self._runs[name].drop()
+            handle.drop()
         except PliantError as error:
             log.warning("job %s: %s", name, error)

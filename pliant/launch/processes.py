@@ -347,7 +347,13 @@ class WarmProcess:
         """
         with output_pipes() as (stdout, stderr, out_write, err_write):
             pid = self.fork_into(command, environ, (out_write, err_write), _inherited(listener, board))
-            return WorkerProcess(pid, os.pidfd_open(pid), stdout, stderr, lambda: child.reap(pid))
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                child.kill_group(pid, signal.SIGKILL)  # nobody would see its end
+                child.reap(pid)
+                raise
+            return WorkerProcess(pid, pidfd, stdout, stderr, lambda: child.reap(pid))
 
     def fork_into(
         self, command: Sequence[str], environ: Mapping[str, str], output: tuple[int, int], inherited: Mapping[str, int]

@@ -7,6 +7,7 @@ one decide that (`train.meeting`), since a job in which all are busy would lose 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -258,7 +259,8 @@ class WorkerWatch:
             if each.worker not in self._watched or not _catches(pid):
                 return ""
             self._board.begin_text()
-            _send(pid, thread)
+            with contextlib.suppress(ProcessLookupError):  # a process of a loader may end at any moment
+                _send(pid, thread)
         deadline_s, text = time.monotonic() + STACK_WAIT_S, ""
         while time.monotonic() < deadline_s:
             self._closing.wait(0.01)

@@ -51,6 +51,7 @@ from pliant.train.views import WorkerViews
 from pliant.train.wrapping import (
     check_tracked,
     defer_optimizer,
+    describe_names,
     describe_program,
     device_of,
     hook_optimizer,
@@ -175,7 +176,7 @@ def assemble(
     directory, every = (spec.checkpoint_dir, spec.checkpoint_every) if spec is not None else ("", 0)
     program = describe_program(parameters, replicas, order, follows_view=follows_view)
     program += f", {averaging.describe()}" if averaging is not None else ""
-    program += f", tracks {', '.join(sorted(tracked))}" if tracked else ""
+    program += f", tracks {describe_names(tracked)}" if tracked else ""
     listeners, about = services.listeners, dict[str, object](level=settings.level, order=order, program=program)
     checkpointing = Checkpointing(state, directory, every, about, services.notify, listeners.wake)
     listeners.add_occasional(lambda event: checkpointing.end_step(event, driver.wait_for_sums), every)

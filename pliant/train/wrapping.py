@@ -12,7 +12,7 @@ import functools
 import hashlib
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pliant.train.current_step import CurrentStep
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+MOST_NAMES_CHARS = 500
+"""Longer lists of names are described by a digest."""
 
 
 def whole_number(what: str, value: Any, least: int | None = None) -> int:
@@ -133,6 +135,15 @@ def describe_program(
     count = "a replica per worker" if follows_view else f"{replicas.count} replicas"
     samples = f"{replicas.num_samples} samples in batches of {replicas.loading.batch_size}"
     return f"{count} added in the order {order!r}, {sum(map(len, parameters))} parameters ({digest}), {samples}"
+
+
+def describe_names(names: Iterable[str]) -> str:
+    """Return names in alphabetical order; of many only how many there are, and a digest, since the text is sent to all workers
+    in a message of fixed size."""
+    text = ", ".join(sorted(names))
+    if len(text) <= MOST_NAMES_CHARS:
+        return text
+    return f"{text.count(', ') + 1} objects ({hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]})"
 
 
 def why_no_priority(

@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pliant.elastic.connections import trust_connection
-from pliant.elastic.http_server import UvicornServer, listening, serve_until_signalled, uvicorn_config
+from pliant.elastic.http_server import Gate, UvicornServer, listening, serve_until_signalled, uvicorn_config
 from pliant.errors import ConfigError
 from pliant.ui.jobs import Watcher
 
@@ -40,8 +40,8 @@ box-sizing:border-box}input{width:100%;margin:.3rem 0 .7rem}</style>
 _WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where the page was started."
 
 
-class PageGate:
-    """Middleware that lets in requests and websockets of browsers that have shown the token once.
+class PageGate(Gate):
+    """Lets in requests and websockets of browsers that have shown the token once.
 
     They show it as `?token=` in the address that is printed at the start, or in a form, and get a cookie.
     """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
+import threading
 
 import pytest
 import torch
 from views import QUICK, everybody_sums, subview
 
 from pliant.cluster import Worker
+from pliant.comm.mesh import MeshConfig
 from pliant.comm.probe import latencies
-from pliant.comm.transport import loopback_transports, view_of
+from pliant.comm.transport import Transport, loopback_transports, view_of
 from pliant.errors import CommError, ConfigError, InvalidView, ViewChanged
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(60)]
@@ -170,3 +173,23 @@ def test_a_member_without_a_connection_is_named_and_nothing_changes() -> None:
         assert made[0].engine is engine
         made[1].enter(subview(0, workers[:2])).all_reduce("sum", torch.ones(10)).wait()
         waiting.wait()
+
+
+def test_where_no_thread_can_be_made_it_is_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Worker("127.0.0.1", port) for port in (20000, 20001))
+    with contextlib.ExitStack() as stack:
+        config = MeshConfig(secret=b"for tests")
+        one, other = (stack.enter_context(Transport(me, config, QUICK).open()) for me in (first, second))
+        start, full = threading.Thread.start, [True]
+
+        def start_or_not(thread: threading.Thread) -> None:
+            if thread.name == "pliant-connect" and full.pop():
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_not)
+        with pytest.raises(CommError, match=r"cannot connect to 127\.0\.0\.1:20000 \(can't start new thread\)"):
+            other.connect([first, second], 1, timeout_s=30)
+        full.append(False)
+        other.connect([first, second], 1, timeout_s=30)
+        one.connect([first, second], 1, timeout_s=30)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -142,6 +145,27 @@ def test_a_follower_hands_over_every_change_at_once(url: str, client: EtcdClient
         follower.stop()
         sender.close()
         client.reset()  # ends the watch
+
+
+def test_a_process_with_thousands_of_open_files_follows_too(url: str, client: EtcdClient) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"this test needs 1200 descriptors, and may have {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    seen: list[ClusterSnapshot] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        stack.callback(client.reset)  # ends the watch
+        while (descriptor := os.open(os.devnull, os.O_RDONLY)) < 1100:
+            stack.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
+        follower = ConfigFollower(url, "", seen.append)
+        stack.callback(follower.stop)
+        follower.start(ClusterSnapshot())
+        client.put(ONE)
+        until(lambda: seen and seen[-1].wanted.version == 1, "the first change", 10)
+        client.put(TWO)
+        until(lambda: seen[-1].wanted.version == 2, "the second change", 10)
 
 
 def test_a_key_that_was_deleted_is_written_again_by_whoever_follows_it(url: str, client: EtcdClient) -> None:

@@ -15,28 +15,37 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from certificates import make_certificate
 from patience import until
 from serving import TWO
+from starlette.applications import Starlette
 from starlette.responses import Response
 
 from pliant.elastic import connections, http_server
 from pliant.elastic.client import ConfigClient
-from pliant.elastic.http_server import listening, serving, single_page, uvicorn_config
+from pliant.elastic.http_server import Gate, listening, serving, single_page, uvicorn_config
 from pliant.tokens import find_token
+from pliant.ui.server import PageGate
 
 TOKEN = "s3cret"
 ASKS = b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\n\r\n"
 MOST = 8
 
 
+UPGRADE = (
+    b"GET /ws HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+)
+KEY = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
 @contextlib.contextmanager
-def small_server(tls: tuple[str, str] = ("", "")) -> Iterator[int]:
+def small_server(tls: tuple[str, str] = ("", ""), app: Gate | None = None) -> Iterator[int]:
     """A server for `MOST` connections; yields its port."""
-    page = single_page("/", lambda: Response("hello"), TOKEN)
+    page = app or single_page("/", lambda: Response("hello"), TOKEN)
     with listening("127.0.0.1", 0) as listener:
-        config = uvicorn_config(page, tls_cert=tls[0], tls_key=tls[1])
+        config = uvicorn_config(page, tls_cert=tls[0], tls_key=tls[1], is_page=app is not None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(http_server, "MOST_OF_FEW", MOST)
             with serving(config, listener, "small"):
@@ -139,6 +148,67 @@ def test_a_flood_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
             assert greets(friend)
     (line,) = caplog.messages
     assert re.fullmatch(r"\d+ connections were closed before they sent a request", line)
+
+
+HOST = b"Host: localhost\r\n"
+NONSENSE: dict[str, tuple[bytes, ...]] = {
+    "bytes": (b"\x16\x03\x01\x00\xa5\x00\xff HTTP\r\n\r\n",),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n",),
+    "two hosts": (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",),
+    "a host that is no name": (b"GET / HTTP/1.1\r\nHost: [\r\n\r\n",),
+    "an origin that is no URL": (b"GET / HTTP/1.1\r\n" + HOST + b"Origin: http://[\r\n\r\n",),
+    "an origin beyond ASCII": (b"GET / HTTP/1.1\r\n" + HOST + b"Origin: http://a\xbc\r\n\r\n",),
+    "a huge header": (b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 200_000 + b"\r\n\r\n",),
+    "a negative length": (b"POST /enter HTTP/1.1\r\n" + HOST + b"Content-Length: -1\r\n\r\nabc",),
+    "two lengths": (b"POST /enter HTTP/1.1\r\n" + HOST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",),
+    "half a body": (b"POST /enter HTTP/1.1\r\n" + HOST + b"Content-Length: 100\r\n\r\nabc",),
+    "a body that nobody reads": (b"POST /enter HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n",),
+    "a bad chunk": (b"POST /enter HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc",),
+    "a bad chunk later": (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n", b"zz\r\nabc"),
+    "a request, and no other": (b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", b"\x00zz\r\nabc\r\n\r\n"),
+    "a token that is no text": (b"GET /?token=%ff%ed%a0%80 HTTP/1.1\r\n" + HOST + b"Authorization: \xff\r\n\r\n",),
+    "another upgrade": (UPGRADE.replace(b"websocket", b"h2c") + b"\r\n",),
+    "an upgrade without a key": (UPGRADE + b"\r\n",),
+    "an upgrade with a wrong key": (UPGRADE + b"Sec-WebSocket-Key: x\r\n\r\n",),
+    "an upgrade of another version": (UPGRADE.replace(b"13", b"99") + KEY + b"\r\n",),
+    "an upgrade without the token": (UPGRADE + KEY + b"\r\n", b"\xff" * 100),
+    "an upgrade with many headers": (UPGRADE + KEY + b"X: y\r\n" * 500 + b"\r\n",),
+    "an upgrade from elsewhere": (UPGRADE + KEY + b"Origin: http://[\r\n\r\n",),
+    "an upgrade with wrong extensions": (UPGRADE + KEY + b"Sec-WebSocket-Extensions: ;==\r\n\r\n",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("server", ["with a token", "page", "TLS"])
+def test_nonsense_of_strangers_leaves_nothing_in_the_log(
+    server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = make_certificate(tmp_path, "server") if server == "TLS" else ("", "")
+    page = PageGate(Starlette(), TOKEN) if server == "page" else None
+    with small_server(tls, page) as port, caplog.at_level(logging.WARNING):
+        for parts in NONSENSE.values():
+            for reads in (True, False):
+                with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                    sock = stack.enter_context(connected(port))
+                    if server == "TLS":
+                        sock = stack.enter_context(ssl._create_unverified_context().wrap_socket(sock))
+                    for part in parts:
+                        sock.sendall(part)
+                        if part is not parts[-1]:
+                            sock.recv(1000)  # the answer to what was right
+                    if reads:
+                        sock.shutdown(socket.SHUT_WR)
+                        while sock.recv(1 << 16):
+                            continue
+                assert not caplog.messages, parts
+        if server == "TLS":
+            with connected(port, b"\x16\x03\x01\x00\xa5\x00\xff" * 40) as sock, contextlib.suppress(OSError):
+                while sock.recv(1000):
+                    continue
+        with httpx.Client(
+            base_url=f"http{'s' * bool(tls[0])}://localhost:{port}", verify=False, trust_env=False
+        ) as friend:
+            assert friend.get("/", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == (401 if page else 200)
+    assert not caplog.messages
 
 
 @pytest.mark.processes

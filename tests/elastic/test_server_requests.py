@@ -558,6 +558,34 @@ def test_a_follower_hands_over_every_new_state(server: ConfigServer, client: Con
         client.reset()  # ends the held request
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"", b"\xff\xfe", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"[" * 100_000,
+        b"HTTP/1.1 409 Conflict\r\nETag: 1\r\nConnection: close\r\n\r\n" + b'{"error":' * 100_000,
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+    ids=["nothing", "bytes", "no state", "deep", "a deep refusal", "half compressed"],
+)  # fmt: skip
+def test_whoever_answers_in_place_of_the_server_is_asked_again(answer: bytes) -> None:
+    seen: list[ClusterSnapshot] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        follower = ConfigFollower(f"http://127.0.0.1:{listener.getsockname()[1]}/config", "", seen.append)
+        follower.start(ClusterSnapshot())
+        try:
+            for _ in range(2):
+                with listener.accept()[0] as sock, suppress(ConnectionError):
+                    sock.recv(10_000)
+                    sock.sendall(answer)
+                    sock.shutdown(socket.SHUT_WR)
+                    sock.recv(10_000)
+        finally:
+            follower.stop()
+    assert not seen
+
+
 def test_a_sender_repeats_what_the_server_did_not_answer_and_passes_refusals_on(client: ConfigClient) -> None:
     sender = ConfigSender(str(client.url), "")
     client.put(TWO)

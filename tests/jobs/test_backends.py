@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,17 @@ def test_the_exit_code_is_kept_for_whoever_asks_later(
     later = LocalBackend({"cpu": 1}).adopt(run)
     assert later is not None
     assert later.ended() == seen
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_run_that_has_ended_just_when_it_is_told_to_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, kill: bool
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(20)
+    ending = TrainRun(a_run(tmp_path), LocalBackend({"cpu": 1}))
+    monkeypatch.setattr(ending, "_process", lambda: gone.pid)  # a moment ago
+    ending.end(kill=kill)
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])

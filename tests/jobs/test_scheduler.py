@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +20,7 @@ from pliant.errors import ConfigError, NameTaken
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob, FedPlacement
 from pliant.jobs.api import JobsApi, openapi
+from pliant.jobs.rules import DropWorkers
 from pliant.jobs.scheduler import TAIL_BYTES, RecordTail, Scheduler
 from pliant.jobs.schema import JobSpec, job_from_json
 from pliant.jobs.status import JobDetail, JobStatus
@@ -266,6 +270,61 @@ def test_what_cannot_be_written_down_is_not_done_before_it_can(
         until(lambda: "a" in backend.runs)
 
 
+def test_a_disk_that_stays_full_is_one_line_in_the_log(
+    backend: PaperBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_tries: list[int] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        num_tries.append(len(num_tries))
+        raise sqlite3.OperationalError("database or disk is full")
+
+    logging.getLogger("pliant").propagate = True
+    with scheduling(backend, tmp_path) as scheduler, caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(JobStore, "save", refuse)
+            with pytest.raises(sqlite3.OperationalError):
+                scheduler.submit(spec("a"))
+            until(lambda: len(num_tries) > 4)
+        until(lambda: "a" in backend.runs)
+        until(lambda: len(caplog.messages) > 1)
+    assert caplog.messages == [
+        "the scheduler's turn failed: database or disk is full; trying again", "the scheduler works again"
+    ]  # fmt: skip
+    assert "Traceback" not in caplog.text
+
+
+def test_workers_that_end_before_a_full_disk_has_room_need_not_be_killed(
+    backend: PaperBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = threading.Event()
+    save = JobStore.save
+
+    def save_if_there_is_room(*given: Any, **more: Any) -> None:
+        if full.is_set():
+            raise sqlite3.OperationalError("database or disk is full")
+        save(*given, **more)
+
+    monkeypatch.setattr(JobStore, "save", save_if_there_is_room)
+    with scheduling(backend, tmp_path) as scheduler:
+        scheduler.submit(spec("a", min=4))
+        run = backend.runs["a"]
+        run.is_slow = True
+        with ThreadPoolExecutor(1) as pool:
+            reserved = pool.submit(scheduler.reserve, {"cpu": 1})
+            until(lambda: run.wanted == {"cpu": 3})
+            full.set()
+            until(lambda: any(isinstance(action, DropWorkers) for action in scheduler._unsaved))
+            run.finish(0)
+            with pytest.raises(sqlite3.OperationalError):
+                scheduler.reserve({"cpu": 1})  # it sees that the run has ended
+            full.clear()
+            scheduler.submit(spec("b"))
+            assert reserved.result(20)["reserved"] == {"cpu": 1}
+        assert "b" in backend.runs
+        assert "drop" not in run.told
+
+
 # --- the API ---
 
 
@@ -413,6 +472,19 @@ def test_a_record_is_read_as_it_grows_and_half_a_line_is_left(tmp_path: Path) ->
         file.write('ep", "step": 2}\nnonsense\n[]\n{"kind": "end", "step": 3}\n')
     assert [fact["step"] for fact in tail.read()] == [2, 3]
     assert tail.read() == []
+
+
+def test_a_line_that_is_longer_than_what_is_read_at_once_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    tail = RecordTail(path)
+    path.write_text(
+        '{"kind": "step", "step": 1, "padding": "' + "x" * (2 * TAIL_BYTES) + '"}\n{"kind": "end", "step": 2}\n'
+    )
+    found = [fact for _ in range(4) for fact in tail.read()]
+    assert [fact["step"] for fact in found] == [2]
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 3}\n')
+    assert [fact["step"] for fact in tail.read()] == [3]
 
 
 def test_of_a_long_record_only_the_end_is_read(tmp_path: Path) -> None:

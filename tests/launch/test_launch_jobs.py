@@ -195,6 +195,22 @@ def test_kill_9_of_the_runner_leaves_nothing(launcher: Launcher, alive: Callable
         launcher.until(lambda pid=pid: not alive(pid), f"end of {pid}")  # type: ignore[misc]
 
 
+def test_without_its_guardian_a_runner_goes_on_and_leaves_nothing_when_it_is_ended(
+    launcher: Launcher, alive: Callable[[int], bool]
+) -> None:
+    launcher.script("family.py", FAMILY)
+    runner = launcher.start("-q", "family.py")
+    pids = up(launcher, 4)
+    children = map(int, Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split())
+    [guardian] = [pid for pid in children if b"\0guard\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(guardian, signal.SIGKILL)
+    launcher.until(lambda: not alive(guardian), "the end of the guardian")
+    assert runner.poll() is None
+    runner.terminate()
+    assert launcher.end(runner).code == 143
+    assert not any(alive(pid) for pid in pids)
+
+
 @pytest.mark.parametrize("code", [0, 5])
 def test_children_do_not_outlive_their_worker(launcher: Launcher, alive: Callable[[int], bool], code: int) -> None:
     launcher.script("family.py", FAMILY)

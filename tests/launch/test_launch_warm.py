@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -257,6 +258,23 @@ ANSWERS = """
     print(os.getppid(), flush=True)
     sys.exit(int(sys.stdin.readline() or open(os.environ["QUESTION"]).readline()))
 """
+
+
+def test_a_fork_that_cannot_be_watched_is_ended(
+    warm: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text("import time; time.sleep(1000)")
+    forked: list[int] = []
+
+    def refuse(pid: int) -> int:
+        forked.append(pid)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="too many open files"):
+        warm.fork([sys.executable, str(tmp_path / "program.py")], {}, None)
+    [pid] = forked
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])

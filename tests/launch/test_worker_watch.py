@@ -16,6 +16,7 @@ from patience import until
 
 from pliant.child import process_state
 from pliant.cluster import Worker
+from pliant.launch import worker_watch
 from pliant.launch.events import Event, Idle, Stopped
 from pliant.launch.worker_watch import WorkerWatch
 from pliant.progress_board import Activity, Board
@@ -119,6 +120,21 @@ def test_one_that_is_stuck_is_told_once_with_its_stack_even_if_it_holds_the_lock
     assert (fact.kind, fact.step, fact.data["worker"], fact.data["rank"]) == ("stall", 8, str(ME), 0)
     assert fact.data["stack"][0].endswith("in hold_lock")
     assert stuck.process.poll() is None, "looking does no harm"
+
+
+def test_a_process_of_a_loader_that_ends_just_when_it_is_asked_spoils_nothing(
+    watching: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = watching("lock")
+    gone = subprocess.Popen(["true"])
+    gone.wait(20)
+    monkeypatch.setattr(worker_watch, "_children", lambda pid: [gone.pid])
+    catches = worker_watch._catches
+    monkeypatch.setattr(worker_watch, "_catches", lambda pid: pid == gone.pid or catches(pid))  # a moment ago
+    logging.getLogger("pliant").propagate = True
+    stuck.watch.look(stuck.began_s + 6)
+    assert "in hold_lock" in caplog.text
+    assert f"its process {gone.pid} (gone, state )" in caplog.text
 
 
 def test_one_that_is_stopped_is_reported_when_its_time_is_over(watching: Callable[..., Watching]) -> None:

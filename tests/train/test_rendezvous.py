@@ -19,11 +19,13 @@ from pliant.cluster import Membership, Worker
 from pliant.comm.transport import loopback_transports, view_of
 from pliant.errors import MustBeReplaced, WorkerLost
 from pliant.train import rendezvous, state_tree
+from pliant.train.determinism import fingerprint
 from pliant.train.events import Progress
 from pliant.train.job_state import JobState
 from pliant.train.phases import Report
 from pliant.train.rendezvous import EnteredView, Left, MemberReport, ViewRendezvous, fetch_state, lend_state
 from pliant.train.state_sign import StateSign
+from pliant.train.wrapping import describe_names
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -126,6 +128,18 @@ def test_a_state_is_lent_until_the_next_view_is_entered() -> None:
 def test_a_report_travels() -> None:
     report = MemberReport(7, True, False, 123, "3 replicas", {"cpu": "x"}, True)
     assert MemberReport.from_bytes(report.to_bytes().ljust(8192)) == report
+
+
+def test_a_report_has_room_for_any_number_of_tracked_objects() -> None:
+    names = [f"ünïque {number}" for number in range(3000)]
+    program, own = f"{'x' * 300}, tracks {describe_names(names)}", fingerprint().to_json()
+    assert len(MemberReport(7, True, False, 123, program, own, True).to_bytes()) < rendezvous.REPORT_BYTES
+    longest = describe_names(["ü" * 249, "ï" * 249])
+    assert longest == f"{'ï' * 249}, {'ü' * 249}"
+    assert (
+        len(MemberReport(7, True, False, 123, f"{'x' * 300}{longest}", own, True).to_bytes()) < rendezvous.REPORT_BYTES
+    )
+    assert describe_names(names) != describe_names(names[1:])
 
 
 # --- a state that arrives in its place ---

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import sys
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
 from certificates import make_certificate
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from pliant.elastic.http_server import HostGate, serving, uvicorn_config
+from pliant.elastic.http_server import Gate, HostGate, TokenGate, serving, uvicorn_config
 from pliant.errors import ConfigError
 from pliant.ui import server
 from pliant.ui.server import DashConfig, PageGate
@@ -87,6 +93,48 @@ def test_a_page_of_another_site_is_refused_with_the_cookie_too(headers: dict[str
         assert answer.status_code == 403, answer.text
     with pytest.raises(WebSocketDisconnect), browser.websocket_connect("ws://127.0.0.1:9300/ws", headers=headers):
         pass
+
+
+PATHS = st.one_of(
+    st.sampled_from(
+        ["/", "/health", "/healthz", "/health/", "/HEALTH", "//health", "/health/../state", "/enter", "/ws"]
+    ),
+    st.text(max_size=30).map("/{}".format),
+)
+
+
+@pytest.mark.parametrize("kind", [TokenGate, PageGate])
+@settings(max_examples=60, deadline=None)
+@given(path=PATHS, method=st.sampled_from(["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "x"]),
+       is_websocket=st.booleans(), guess=st.binary(max_size=20))  # fmt: skip
+def test_no_path_and_no_method_is_let_in_without_the_token(
+    kind: type[Gate], path: str, method: str, is_websocket: bool, guess: bytes
+) -> None:
+    reached: list[str] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"token=guess", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gate = PageGate(app, TOKEN) if kind is PageGate else TokenGate(app, TOKEN, Counter())
+    headers = [(b"host", b"x"), (b"authorization", b"Bearer " + guess), (b"cookie", b"pliant_dash_1=" + guess)]
+    scope = {"type": "websocket" if is_websocket else "http", "path": path, "raw_path": path.encode(errors="replace"), "headers": headers,
+             "query_string": b"", "server": ("127.0.0.1", 1), "scheme": "http", "root_path": ""} | ({} if is_websocket else {"method": method})  # fmt: skip
+    with mock.patch.object(server, "WRONG_S", 0.0):
+        asyncio.run(gate(scope, receive, send))
+    if kind is TokenGate and path in ("/health", "/healthz"):
+        assert reached == [path], "they say nothing but that the server answers"
+    else:
+        assert not reached
+        assert sent[0].get("status", 401) == 401
+        assert sent[0]["type"] in ("http.response.start", "websocket.http.response.start", "websocket.close")
 
 
 def test_its_own_page_may_send_requests_by_each_of_its_names() -> None:
