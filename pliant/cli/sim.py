@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pliant.machine import Json
     from pliant.sched.compare import PolicyRun
     from pliant.sched.simulate import SimulationOutcome
+    from pliant.sched.tenants import Tenant
 
 MIXED = "v100=32,p100=16,t4=16"
 """Cluster of EasyScale's figures."""
@@ -93,6 +94,10 @@ def sim(
         list[str] | None,
         option("--reserve", "TYPE=N@BEGIN-END", "Devices in other use for these seconds; may be repeated."),
     ] = None,
+    tenants: Annotated[
+        str,
+        option("--tenants", "FILE", "Share the cluster among the tenants in this YAML file, by quotas and weights."),
+    ] = "",
     processes: Annotated[
         int, option("--processes", "", "Simulations at a time; 0: one for each core.", hidden=True)
     ] = 0,
@@ -104,7 +109,7 @@ def sim(
     from pliant.sched import compare as simulation
     from pliant.sched import policies as schedulers
     from pliant.sched import pollux, traces
-    from pliant.sched.cluster import Reservation
+    from pliant.sched.cluster import Cluster, Reservation
     from pliant.sched.compare import SimulationSetting, compare
 
     chosen = schedulers.parse_policies(policy)
@@ -116,9 +121,10 @@ def sim(
     with show_waiting(f"reading {trace}"):
         measured = pollux.load(Path(profiles)) if profiles else None
         found = traces.read(trace, form, seed=seed, limit=limit, skip_bad=skip_bad, profiles=measured)
+    cluster = cluster or (POLLUX if found.form == "pollux" else MIXED)
     setting = SimulationSetting(
         trace=found,
-        cluster=cluster or (POLLUX if found.form == "pollux" else MIXED),
+        cluster=cluster,
         profiles=profiles,
         interval_s=interval,
         restart_s=restart,
@@ -126,6 +132,7 @@ def sim(
         seed=seed,
         speeds=tuple(parse_numbers(speed, "--speed").items()),
         reservations=tuple(each for text in reserve or () for each in Reservation.parse(text)),
+        tenants=_tenants(tenants, Cluster.parse(cluster).counts),
     )
     with exit_on_sigterm(), show_progress() as progress:
         outcomes = compare(chosen, setting, processes=processes, progress=progress)
@@ -133,6 +140,7 @@ def sim(
         "trace": trace, "format": found.form, "cluster": setting.cluster, "policy": chosen, "interval": interval, "seed": seed,
         "profiles": profiles, "limit": limit, "restart": restart, "pause": pause, "speed": speed,
         "reserve": reserve or [], "skip_bad": skip_bad,
+        "tenants": tenants,
     }  # fmt: skip
     answer = simulation.result(setting, outcomes, args)
     save_json(answer, json_file)
@@ -144,6 +152,14 @@ def sim(
         from pliant.cli import plotting
 
         plotting.policies(answer, plot)
+
+
+def _tenants(file: str, devices: Mapping[str, int]) -> tuple[Tenant, ...]:
+    if not file:
+        return ()
+    from pliant.sched.tenants_file import read_tenants
+
+    return read_tenants(Path(file), devices, with_tokens=False)
 
 
 def _print(answer: Json) -> None:
@@ -170,12 +186,28 @@ def _print(answer: Json) -> None:
             table.add_row("  live resize", *_cells(cast("Json", numbers_["live_resize"])), style="dim")
     console = wide_console()
     console.print(table)
+    if any("tenants" in numbers_ for numbers_ in policies.values()):
+        console.print(_tenant_table(policies))
     for pair, both in cast("dict[str, Mapping[str, float | None]]", answer["factors"]).items():
         jct, makespan = both["jct_mean"], both["makespan"]
         if jct is not None and makespan is not None:
             console.print(f"{pair}: JCT {jct:.2f}x, makespan {makespan:.2f}x", highlight=False)
     for remark in cast("list[str]", answer["remarks"]):
         console.print(f"note: {remark}", highlight=False, markup=False)
+
+
+def _tenant_table(policies: Mapping[str, Json]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for number, column in enumerate(("policy", "tenant", "jobs", "JCT mean, s", "waited, s", "GPU-hours", "share")):
+        table.add_column(column, justify="left" if number < 2 else "right", overflow="fold")
+    for name, numbers in policies.items():
+        for tenant, has in cast("Mapping[str, Mapping[str, float]]", numbers["tenants"]).items():
+            table.add_row(
+                name, tenant, str(has["jobs"]), f"{has['jct_mean_s']:.1f}", f"{has['waited_mean_s']:.1f}",
+                f"{has['gpu_hours']:.1f}", f"{has['share']:.1%}",
+            )  # fmt: skip
+            name = ""
+    return table
 
 
 def _cells(values: Mapping[str, object]) -> list[str]:

@@ -93,6 +93,8 @@ class ScheduledJob:
     """Guaranteed devices of the preferred type; jobs that have borrowed them give them back."""
     number: int = 0
     """Position in the order of submission, which decides between equals."""
+    tenant: str = ""
+    """Who submitted it; empty: nobody in particular."""
     goodput: Callable[[int], float] | None = None
     """Goodput of a number of devices in any unit, if more is known than step times."""
     max_devices: int = 0

@@ -6,6 +6,7 @@ If jobs are elastic, a change of devices is charged in two ways: as a restart, a
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ from pliant.machine import Json, machine
 from pliant.sched import pollux
 from pliant.sched.cluster import Cluster, Reservation, reserved_over_time
 from pliant.sched.policies import make_policy, policy_class
-from pliant.sched.simulate import Charges, Simulation, SimulationOutcome, in_use, job_rows, summary
+from pliant.sched.simulate import Charges, EndedJob, Simulation, SimulationOutcome, in_use, job_rows, summary
+from pliant.sched.tenants import OTHERS, Tenant, TenantShares, with_others
 from pliant.sched.traces import Trace, jobs_of
 
 RESTART_S = 30.0
@@ -42,6 +44,8 @@ class SimulationSetting:
     seed: int = 0
     speeds: tuple[tuple[str, float], ...] = ()
     reservations: tuple[Reservation, ...] = ()
+    tenants: tuple[Tenant, ...] = ()
+    """Who shares the cluster; none: policies see no tenants."""
 
     def __post_init__(self) -> None:
         for each in self.reservations:
@@ -61,6 +65,8 @@ class SimulationSetting:
         if chosen.adapts_batch:
             for job in jobs:
                 pollux.make_adaptive(job)
+        if self.tenants:
+            chosen = TenantShares(chosen, self.tenants)
         change_s = self.live_pause_s if live and self.live_pause_s is not None else self.restart_s
         charges = Charges(start_s=self.restart_s, change_s=change_s)
         return Simulation(
@@ -154,6 +160,8 @@ def result(
     policies: dict[str, Json] = {}
     for run, outcome in outcomes.items():
         numbers: Json = dict(summary(outcome))
+        if setting.tenants:
+            numbers["tenants"] = tenant_figures(outcome, setting.tenants)
         if run.live:
             policies[run.policy]["live_resize"] = numbers
             continue
@@ -181,6 +189,25 @@ def result(
         "machine": machine(),
         "ok": True,
         "remarks": remarks(setting),
+    }
+
+
+def tenant_figures(outcome: SimulationOutcome, tenants: Sequence[Tenant]) -> Json:
+    """Return the figures of each tenant that has had jobs."""
+    found: dict[str, list[EndedJob]] = {each.name: [] for each in with_others(tenants)}
+    for job in outcome.jobs:
+        found.get(job.tenant, found[OTHERS]).append(job)
+    total_s = math.fsum(job.device_s for job in outcome.jobs)
+    return {
+        name: {
+            "jobs": len(jobs),
+            "jct_mean_s": math.fsum(job.jct_s for job in jobs) / len(jobs),
+            "waited_mean_s": math.fsum(job.started_s - job.submitted_s for job in jobs) / len(jobs),
+            "gpu_hours": math.fsum(job.device_s for job in jobs) / 3600,
+            "share": math.fsum(job.device_s for job in jobs) / total_s if total_s else 0.0,
+        }
+        for name, jobs in found.items()
+        if jobs
     }
 
 

@@ -22,6 +22,8 @@ def decide(policy: SchedulingPolicy, jobs: ClusterJobs, cluster: Cluster, now: f
     """
     try:
         changes = policy.allocate(jobs, cluster, now)
+    except PolicyFailed:
+        raise
     except (Exception, SystemExit) as error:  # it may be the user's own code
         raise PolicyFailed(f"policy {policy.name} failed: {describe(error)}") from error
     if wrong := list(_mistakes(changes, jobs, cluster)):

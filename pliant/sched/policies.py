@@ -340,7 +340,9 @@ def policy_class(name: str) -> type[SchedulingPolicy]:
         return POLICIES[name]
     flag, (where, _, kind) = f"--policy {name:.200}", name.rpartition(":")
     if not where or not kind.isidentifier():
-        raise ConfigError(f"{flag}: unknown; use {', '.join(POLICIES)}, module:Class or FILE.py:Class")
+        raise ConfigError(
+            f"--policy {name!r:.200} is unknown: use {', '.join(POLICIES)}, module:Class or FILE.py:Class"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     remedy = "derive it from pliant.sched.cluster.SchedulingPolicy"

@@ -53,6 +53,7 @@ class EndedJob:
     changes: int
     paused_s: float
     device_s: float
+    tenant: str = ""
 
     @property
     def jct_s(self) -> float:
@@ -215,6 +216,7 @@ class Simulation:
         self._outcome.jobs.append(
             EndedJob(
                 job.name, job.submitted_s, self._started[job.name], ended_s, job.replicas, job.changes, job.paused_s, job.device_s,
+                job.tenant,
             )
         )  # fmt: skip
 

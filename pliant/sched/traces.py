@@ -128,6 +128,7 @@ def jobs_of(
                     entry.name, entry.submitted_s, entry.devices, entry.batch, kinds[0]
                 )
             )
+            jobs[-1].tenant = entry.tenant
             continue
         name = entry.application or chance.choices([n for n, _ in drawn], [share for _, share in drawn])[0]
         preferred = entry.preferred if entry.preferred in kinds else chance.choices(kinds, wishes)[0]
@@ -157,6 +158,7 @@ def _steady(
         work=SteadyWork(max(float(steps), 1e-9)),
         preferred=preferred,
         mixed=mixed,
+        tenant=entry.tenant,
     )
 
 

@@ -42,6 +42,7 @@ MISTAKES = [
     ("sim --trace synthetic:2 --processes 1 --policy nobody", "'nobody'", "use "),
     ("sim --trace synthetic:2 --processes 1 --cluster v100", "v100", "TYPE=DEVICES"),
     ("sim --trace synthetic:2 --processes 1 --reserve v100", "v100", "TYPE=N@BEGIN-END"),
+    ("sim --trace synthetic:2 --tenants absent.yml", "absent.yml", "give a YAML file"),
     ("demo --epochs 0", "--epochs 0", "1 or more"),
     ("demo --timeout -1", "--timeout -1", "above 0"),
     ("demo --pace nan", "--pace nan", "0 to 60"),

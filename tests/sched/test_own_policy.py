@@ -131,11 +131,11 @@ def test_a_class_that_is_no_policy_is_told(text: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("fair", "--policy fair: unknown; use yarn-cs, "),
+        ("fair", "--policy 'fair' is unknown: use yarn-cs, "),
         ("absent:Fair", "cannot import absent: No module named 'absent'"),
         ("absent.py:Fair", "there is no file absent.py"),
         ("a:b:c", "cannot import a:b"),
-        ("a:", "unknown; use"),
+        ("a:", "--policy 'a:' is unknown"),
     ],
 )
 def test_a_policy_that_is_nowhere_is_told(name: str, told: str) -> None:
