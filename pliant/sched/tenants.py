@@ -306,6 +306,13 @@ class _Decision:
 
     def lend_the_rest(self) -> None:
         """Let tenants use what others leave idle, those who have the least for their weight first."""
+        for _ in range(len(self._ranked)):  # who moves to a faster device leaves the slower one
+            before = dict(self.changes)
+            self._lend()
+            if self.changes == before:
+                return
+
+    def _lend(self) -> None:
         ranked = sorted(
             self._ranked,
             key=lambda name: (-self._tenants[name].priority, self.used[name].total() / self._tenants[name].weight),
@@ -327,13 +334,20 @@ class _Decision:
         cluster = Cluster(dict(counts), reserved={kind: count - caps.get(kind, 0) for kind, count in counts.items()})
         with self._as_if_changed(tenant):
             answer = decide(self._policy, jobs, cluster, self._now)
+            too_few: list[ScheduledJob] = []
+            while found := [job for name in answer if self._has_too_few(job := self._found(name), answer[name])]:
+                for job in found:
+                    jobs.remove(job)  # others can start with what it got
+                too_few += found
+                answer = decide(self._policy, jobs, cluster, self._now)
+            for job in too_few:
+                jobs.add(job)
         for name, devices in answer.items():
-            job = self._found(name)
-            # A job that needs several devices does not start with fewer because its tenant's share is small now.
-            least = min(job.min_devices, self._cluster.available(job.preferred))
-            if not self.changes.get(name, job.held) and sum(devices.values()) < least:
-                continue
-            self._change(job, devices)
+            self._change(self._found(name), devices)
+
+    def _has_too_few(self, job: ScheduledJob, devices: Mapping[str, int]) -> bool:
+        """Return whether the job would start with fewer devices than it needs because its tenant's share is small now."""
+        return not job.held and sum(devices.values()) < min(job.min_devices, self._cluster.available(job.preferred))
 
     def _shrink(self, tenant: str, kind: str, count: int) -> None:
         for job in self._latest(tenant, kind):
