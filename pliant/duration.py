@@ -10,12 +10,12 @@ import re
 
 from pliant.errors import ConfigError
 
-_UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|us|µs|ns|m|s)")
+_UNIT_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(d|h|ms|us|µs|ns|m|s)")
 
 
 def parse_duration(text: str, flag: str = "duration") -> float:
-    """Return `text` in seconds; it is in Go's form (`1m30s`), or a number of seconds.
+    """Return `text` in seconds; it is in Go's form (`1m30s`), which may have days (`30d`), or a number of seconds.
 
     Raises:
         ConfigError: it is neither, or negative, or not finite.
@@ -29,7 +29,7 @@ def parse_duration(text: str, flag: str = "duration") -> float:
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
-        raise ConfigError(f"{flag} {text!r} is not a duration: use 90s, 1m30s, 250ms, or seconds such as 90")
+        raise ConfigError(f"{flag} {text!r} is not a duration: use 90s, 1m30s, 2d, 250ms, or seconds such as 90")
     return seconds
 
 

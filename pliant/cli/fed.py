@@ -162,7 +162,7 @@ def _run_in_foreground(folder: FederatedFolder) -> int:
 @contextlib.contextmanager
 def _shown(folder: FederatedFolder) -> Iterator[tuple[Callable[[str], None], Callable[[str, Any], None]]]:
     """Show progress on a terminal; yields a function for lines, and one for facts of the record."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     rounds = folder.job().config.rounds
     columns = (TextColumn("round {task.completed:.0f} of {task.total:.0f}"), BarColumn(), TimeElapsedColumn(),
                TextColumn("{task.fields[now]}"))  # fmt: skip

@@ -74,7 +74,7 @@ def plan(
 def _print(
     replicas: int, found: DevicePlan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
 ) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, emoji=False)
     if found is None:
         console.print("no devices yet")
     else:

@@ -7,6 +7,7 @@ with measured speeds.
 from __future__ import annotations
 
 import bisect
+import copy
 import heapq
 import math
 from abc import ABC, abstractmethod
@@ -29,6 +30,9 @@ Placement = tuple[tuple[int, int], ...]
 class Work(Protocol):
     """Remaining work of a job, and how fast it is done."""
 
+    slowness: float
+    """How many times as long it takes as was estimated; policies know the estimate only."""
+
     def placed(self, job: ScheduledJob) -> None:
         """Take note that the job has other devices from now on."""
 
@@ -47,6 +51,9 @@ class Work(Protocol):
     def steps_left(self) -> float:
         """Return the global steps until the end, as the job counts them."""
 
+    def turn_s(self) -> float:
+        """Return the seconds of a global step on the present devices; 0 without devices."""
+
 
 @dataclass(slots=True)
 class SteadyWork:
@@ -55,6 +62,8 @@ class SteadyWork:
     steps: float
     rate: float = 0.0
     """Global steps per second on the present devices."""
+    slowness: float = 1.0
+    """How many times as long it takes as was estimated; policies know the estimate only."""
 
     def placed(self, job: ScheduledJob) -> None:
         plan = job.plan
@@ -72,7 +81,51 @@ class SteadyWork:
         return plan.overload if plan else float("inf")
 
     def steps_left(self) -> float:
-        return self.steps
+        return self.steps / self.slowness
+
+    def turn_s(self) -> float:
+        return 1 / self.rate if self.rate else 0.0
+
+
+@dataclass(slots=True)
+class Backups:
+    """What a job can go back to when devices fail: the last step on its present devices, and its newest checkpoint.
+
+    There is a checkpoint every `every_s` seconds of computing, and one whenever its devices change, unless by a live
+    resize, which needs none.
+    """
+
+    every_s: float
+    resizes_live: bool
+    placed: Work
+    """The work when the job was given its present devices."""
+    saved: Work
+    """The work at the newest checkpoint."""
+    placed_s: float = 0.0
+    """Seconds of computing since then."""
+    saved_s: float = 0.0
+    saved_device_s: float = 0.0
+
+    def advance(self, work: Work, seconds: float, devices: int) -> None:
+        """Let the work advance, with a checkpoint whenever one is due."""
+        due = math.floor((self.saved_s + seconds) / self.every_s + 1e-12)
+        if due:
+            head_s = max(0.0, due * self.every_s - self.saved_s)
+            work.advance(head_s)
+            self.placed_s += head_s
+            self.save(work)
+            seconds = max(0.0, seconds - head_s)
+        work.advance(seconds)
+        self.placed_s += seconds
+        self.saved_s += seconds
+        self.saved_device_s += seconds * devices
+
+    def save(self, work: Work) -> None:
+        self.saved, self.saved_s, self.saved_device_s = copy.copy(work), 0.0, 0.0
+
+    def place(self, work: Work) -> None:
+        """Take note that the job has other devices from now on."""
+        self.placed, self.placed_s = copy.copy(work), 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +169,12 @@ class ScheduledJob:
     """Seconds charged for starts and changes."""
     changes: int = 0
     """Number of times it was given other devices, the first time included."""
+    failures: int = 0
+    """Number of times it has lost devices because they failed."""
+    lost_device_s: float = 0.0
+    """Seconds of computing that failures have undone, times the number of devices."""
+    backups: Backups | None = None
+    """None if no failures are simulated."""
     queue: tuple[float, ...] = ()
     """Position in the queues of a policy that has queues of its own."""
     plan: DevicePlan | None = None
@@ -158,7 +217,9 @@ class ScheduledJob:
             return
         if self.held:
             computing = now - max(self.since_s, self.resumes_s)
-            if computing > 0:
+            if computing > 0 and self.backups is not None:
+                self.backups.advance(self.work, computing, self.num_devices())
+            elif computing > 0:
                 self.work.advance(computing)
             self.held_s += now - self.since_s
             self.device_s += (now - self.since_s) * sum(self.held.values())
@@ -172,6 +233,8 @@ class ScheduledJob:
         """Replace its devices, with `pause_s` seconds without progress."""
         self.sync(now)
         self.since_s = now
+        if self.backups is not None and not (self.backups.resizes_live and self.held and any(held.values())):
+            self.backups.save(self.work)
         # The rest of an earlier pause is not spent: a new pause begins, or the job waits.
         self.paused_s -= max(0.0, self.resumes_s - now) if self.held else 0.0
         self.held = {kind: count for kind, count in held.items() if count}
@@ -185,6 +248,30 @@ class ScheduledJob:
         else:
             self.plan = None
         self.work.placed(self)
+        if self.backups is not None:
+            self.backups.place(self.work)
+
+    def lose_step(self, now: float) -> None:
+        """Undo the step that is under way, because some of the devices have failed."""
+        self.sync(now)
+        backups = self.backups
+        assert backups is not None, "failures are simulated"
+        step_s = self.work.turn_s()
+        # A checkpoint may be younger than the beginning of the step, as the simulator counts them: it stays.
+        lost_s = min(backups.placed_s % step_s if step_s else 0.0, backups.saved_s)
+        self.work = copy.copy(backups.placed)
+        self.work.advance(backups.placed_s - lost_s)
+        backups.saved_s -= lost_s
+        backups.saved_device_s -= lost_s * self.num_devices()
+        self.lost_device_s += lost_s * self.num_devices()
+
+    def lose_since_checkpoint(self, now: float) -> None:
+        """Go back to the newest checkpoint."""
+        self.sync(now)
+        assert self.backups is not None, "failures are simulated"
+        self.work = copy.copy(self.backups.saved)
+        self.lost_device_s += self.backups.saved_device_s
+        self.backups.save(self.work)
 
     def ends_s(self) -> tuple[float, float]:
         """Return when it ends if nothing changes: when the end is noticed, and as recorded."""
@@ -316,6 +403,8 @@ class Cluster:
     """The nodes that have the devices; empty if the placement does not matter."""
     reserved: dict[str, int] = field(default_factory=dict)
     """Devices that their owner uses now; jobs give them back."""
+    down: dict[str, int] = field(default_factory=dict)
+    """Devices that have failed, and are not repaired yet."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(count < 0 for count in self.counts.values()) or not any(self.counts.values()):
@@ -323,7 +412,7 @@ class Cluster:
 
     def available(self, kind: str) -> int:
         """Return the number of devices of a type that jobs may have now."""
-        return max(0, self.counts.get(kind, 0) - self.reserved.get(kind, 0))
+        return max(0, self.counts.get(kind, 0) - self.down.get(kind, 0) - self.reserved.get(kind, 0))
 
     def free(self, jobs: ClusterJobs) -> dict[str, int]:
         """Return the free devices by type; negative if jobs must give some back."""
@@ -437,6 +526,11 @@ class DevicePlacer:
     def give_back(self, placement: Placement) -> None:
         for node, count in placement:
             self._free[node] += count
+
+    def withdraw(self, placement: Placement) -> None:
+        """Take these devices, which are free."""
+        for node, count in placement:
+            self._free[node] -= count
 
     def take(self, wanted: Mapping[str, int]) -> Placement:
         """Take devices of each type; the caller has checked that there are enough."""

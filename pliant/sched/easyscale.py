@@ -2,7 +2,8 @@
 
 Each round has three phases.
 (0) Devices that are reserved now, or guaranteed to a waiting job, are taken back from jobs that borrowed them.
-(1) Jobs without devices get their smallest proposal, in the order of submission.
+(1) Jobs without devices get their smallest proposal, in the order of submission. If no device is free, a job that has
+several gives one: the one that loses the least speed by it. So nobody waits while others could share.
 (2) Running jobs propose increments. They are granted by speed-up per device, one for each job, as long as they fit; of
 equal proposals the one with more devices wins.
 Otherwise no job loses a device, except one that a faster device has left without work.
@@ -11,10 +12,10 @@ Otherwise no job loses a device, except one that a faster device has left withou
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from pliant.sched.cluster import Changes, Cluster, ClusterJobs, ScheduledJob, SchedulingPolicy
-from pliant.sched.planner import Proposal, Types, proposals
+from pliant.sched.planner import Counts, Proposal, Types, best_plan, proposals
 
 
 class _EasyScale(SchedulingPolicy):
@@ -38,7 +39,8 @@ class _EasyScale(SchedulingPolicy):
         for kind, count in free.items():
             if count < 0:
                 self._take_back(jobs.running.values(), kind, -count, free, changes, guaranteed=False)
-        if jobs.num_waiting and (jobs.any_guaranteed or any(count > 0 for count in free.values())):
+        can_share = jobs.used.total() > len(jobs.running)
+        if jobs.num_waiting and (jobs.any_guaranteed or can_share or any(count > 0 for count in free.values())):
             self._start(jobs, cluster, free, changes)
         if jobs.growing and any(count > 0 for count in free.values()):
             self._grow(jobs, free, changes)
@@ -49,9 +51,11 @@ class _EasyScale(SchedulingPolicy):
 
     def _start(self, jobs: ClusterJobs, cluster: Cluster, free: dict[str, int], changes: Changes) -> None:
         def fits(job: ScheduledJob) -> bool:
+            """Return whether the job can start; if only by sharing, its device is free afterwards."""
             if job.min_devices:
                 return self._reachable(jobs, cluster, job, free, changes)
-            return any(free.get(kind.name, 0) > 0 for kind in self._types(job))
+            kinds = [kind.name for kind in self._types(job)]
+            return any(free.get(kind, 0) > 0 for kind in kinds) or self._share(jobs, kinds, free, changes)
 
         for job in jobs.waiting(fits):
             if job.min_devices:
@@ -66,6 +70,39 @@ class _EasyScale(SchedulingPolicy):
                 slowest = min(there, key=lambda kind: kind.speed)
                 changes[job.name] = {slowest.name: 1}
                 free[slowest.name] -= 1
+
+    def _share(self, jobs: ClusterJobs, kinds: Sequence[str], free: dict[str, int], changes: Changes) -> bool:
+        """Let a job that has several devices give one of these types; of several jobs the one that loses least by it.
+
+        Devices that have no replica without the given one are given, too. Returns whether any job could give one.
+        """
+        best: tuple[float, float, int, ScheduledJob, dict[str, int]] | None = None
+        for job in jobs.running.values():
+            held = changes.get(job.name, job.held)
+            if sum(held.values()) < 2:
+                continue
+            types = self._types(job)
+            now = best_plan(job.replicas, types, tuple(held.get(each.name, 0) for each in types))
+            for kind in kinds:
+                if now is None or not _borrowed(job, kind, changes):
+                    continue
+                left = tuple(held.get(each.name, 0) - (each.name == kind) for each in types)
+                plan = best_plan(job.replicas, types, left)
+                kept = {**plan.devices} if plan is not None else {}
+                if plan is None or not self._is_guaranteed(job, kept, held):
+                    continue
+                loss = (plan.overload / now.overload - 1) / (sum(held.values()) - sum(kept.values()))
+                offer = (loss, -job.submitted_s, -job.number, job, kept)
+                if best is None or offer[:3] < best[:3]:
+                    best = offer
+        if best is None:
+            return False
+        *_, giver, kept = best
+        held = changes.get(giver.name, giver.held)
+        for kind in held:
+            free[kind] += held[kind] - kept.get(kind, 0)
+        changes[giver.name] = kept
+        return True
 
     def _reachable(
         self, jobs: ClusterJobs, cluster: Cluster, job: ScheduledJob, free: dict[str, int], changes: Changes
@@ -153,15 +190,14 @@ class _EasyScale(SchedulingPolicy):
             if (
                 tuple(sorted(devices.items())) not in job.avoided
                 and sum(devices.values()) <= job.max_devices
-                and self._keeps_guarantee(job, proposal)
+                and self._is_guaranteed(job, devices, job.held)
             ):
                 return proposal
         return None
 
-    def _keeps_guarantee(self, job: ScheduledJob, proposal: Proposal) -> bool:
-        return not job.min_devices or proposal.plan.devices.get(job.preferred, 0) >= min(
-            job.min_devices, job.held.get(job.preferred, 0)
-        )
+    def _is_guaranteed(self, job: ScheduledJob, devices: Counts, held: Counts) -> bool:
+        """Return whether the job has its guaranteed devices among these, as far as it has them now."""
+        return not job.min_devices or devices.get(job.preferred, 0) >= min(job.min_devices, held.get(job.preferred, 0))
 
 
 def _borrowed(job: ScheduledJob, kind: str, changes: Changes) -> int:

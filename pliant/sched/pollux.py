@@ -8,6 +8,7 @@ rounded to seconds.
 
 from __future__ import annotations
 
+import copy
 import csv
 import itertools
 import math
@@ -197,6 +198,8 @@ class ProfiledWork:
     def __init__(self, application: Application, batch: int, *, adapts: bool = False) -> None:
         self.application, self.batch, self.adapts = application, batch, adapts
         self.epoch, self.progress = 0, 0.0
+        self.slowness = 1.0
+        """How many times as long its steps take as was measured; policies know the measurement only."""
         self._placement: tuple[int, ...] = ()
 
     def placed(self, job: ScheduledJob) -> None:
@@ -218,15 +221,13 @@ class ProfiledWork:
         """
         if not self._placement:
             return math.inf, math.inf
-        ahead = ProfiledWork(self.application, self.batch, adapts=self.adapts)
-        ahead.epoch, ahead.progress, ahead._placement = self.epoch, self.progress, self._placement
-        return ahead._walk(math.inf)
+        return copy.copy(self)._walk(math.inf)
 
     def _walk(self, seconds: float) -> tuple[float, float]:
         """Advance by at most `seconds`; return how many passed before the end, exactly and in whole seconds."""
         app, gone, exact = self.application, 0.0, 0.0
         while self.epoch < app.num_epochs:
-            rate = app.rate(self._placement, self.batch, self.epoch)
+            rate = app.rate(self._placement, self.batch, self.epoch) / self.slowness
             goal = app.progress_at[self.epoch]
             left = seconds - gone
             if self.progress + rate * left < goal:
@@ -241,6 +242,13 @@ class ProfiledWork:
 
     def step_s(self, job: ScheduledJob, devices: int) -> float:
         return self.application.step_s(self.batch, devices)
+
+    def turn_s(self) -> float:
+        if not self._placement:
+            return 0.0
+        atomic, turns = self.application.split(self.batch, sum(self._placement))
+        step, sync = self.application.step_times(self._placement, atomic)
+        return (step + (step - sync) * (turns - 1)) * self.slowness
 
     def steps_left(self) -> float:
         """Return the steps as Optimus counts them: from the end of the present epoch to the last; 1 in the last epoch."""
@@ -286,7 +294,13 @@ def make_adaptive(job: ScheduledJob) -> None:
         work.adapts = app.name not in ALONE
         job.max_devices = 1 if app.name in ALONE else min(64, app.max_batch // app.min_local)
         if work.adapts:
-            job.goodput = lambda devices: goodput(app, devices, min(work.epoch, app.num_epochs - 1))
+            job.goodput = lambda devices: goodput(app, devices, min(_epoch(job), app.num_epochs - 1))
+
+
+def _epoch(job: ScheduledJob) -> int:
+    # A failure may have given the job an earlier state of its work.
+    assert isinstance(job.work, ProfiledWork)
+    return job.work.epoch
 
 
 @lru_cache(maxsize=4)  # tables do not change, and applications keep what they have interpolated

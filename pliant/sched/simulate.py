@@ -4,6 +4,10 @@ Events are submissions, ends, reservations, and the rounds of policies that deci
 when something has happened since the last one, or when the policy asks for it. Every change of a job's devices is
 charged: the job holds them and makes no progress for the seconds of a start, of a restart or, if jobs resize live, of
 the pause.
+
+If devices and nodes fail, these are events, too. A job that resizes live goes on with the devices that are left, and does
+the step again in which some failed; so it does if its policy is elastic, but it restarts for that from its newest
+checkpoint. Any other job, and one with no device left, waits until its policy gives it devices, and restarts from there.
 """
 
 from __future__ import annotations
@@ -15,14 +19,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.errors import ConfigError, PliantError, PolicyFailed
-from pliant.sched.cluster import Cluster, ClusterJobs, DevicePlacer, ScheduledJob, SchedulingPolicy, gang
+from pliant.sched.cluster import (
+    Backups,
+    Cluster,
+    ClusterJobs,
+    DevicePlacer,
+    Placement,
+    ScheduledJob,
+    SchedulingPolicy,
+    gang,
+)
 from pliant.sched.decision import decide
+from pliant.sched.failures import DevicesDown, Outage, Outages
 
 _SUBMIT, _RESERVE, _END = 0, 1, 2
 MIN_INTERVAL_S = 1e-3
 """Rounds are at least so far apart, so that the clock can count them all."""
 IDLE_ROUNDS = 1000
 """After so many rounds in a row in which nothing runs, changes or can happen, a simulation has come to a standstill."""
+MAX_FAILURES, FAILURES_OF_EACH = 10_000, 100
+"""After so many failures since a job has ended, and so many of each device and node, no job ever will."""
 NAMED_JOBS = 5
 """Jobs that wait and are named when a simulation ends with an error."""
 
@@ -35,6 +51,8 @@ class Charges:
     """Cost of getting devices for a job that had none."""
     change_s: float = 30.0
     """Cost of getting other devices: a checkpoint and a restart, or the pause of a live resize."""
+    resizes_live: bool = False
+    """Whether `change_s` is that of a live resize; then a failed device costs a step, unless it was the last one."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.start_s < math.inf and 0 <= self.change_s < math.inf):
@@ -54,6 +72,8 @@ class EndedJob:
     paused_s: float
     device_s: float
     tenant: str = ""
+    failures: int = 0
+    lost_device_s: float = 0.0
 
     @property
     def jct_s(self) -> float:
@@ -69,8 +89,12 @@ class SimulationOutcome:
     allocated: list[tuple[float, int]] = field(default_factory=list)
     """Series of (time, devices in use from then on)."""
     rounds: int = 0
+    failures: int = 0
+    """Devices and nodes that have failed before the last job has ended, in use or not."""
     history: dict[str, list[tuple[float, dict[str, int]]]] = field(default_factory=dict)
     """Each job's devices over time; empty unless `keep_history` was given."""
+    undone: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """The steps of each job that failures have undone, with the time; empty unless `keep_history` was given."""
 
 
 class Simulation:
@@ -89,6 +113,7 @@ class Simulation:
         interval_s: float = 60.0,
         charges: Charges | None = None,
         reservations: Sequence[tuple[float, Mapping[str, int]]] = (),
+        outages: Outages | None = None,
         keep_history: bool = False,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
@@ -117,6 +142,11 @@ class Simulation:
         ]
         self._events += [(time, _RESERVE, number, wanted) for number, (time, wanted) in enumerate(reservations)]
         heapq.heapify(self._events)
+        self._outages = outages
+        self._down = DevicesDown(cluster)
+        if outages is not None:
+            for job in jobs:
+                job.backups = Backups(outages.checkpoint_s, self._charges.resizes_live, job.work, job.work)
         self._round_s = math.inf
         self._keep_history = keep_history
         self._outcome = SimulationOutcome(policy.name)
@@ -129,23 +159,36 @@ class Simulation:
             PliantError: some jobs can never run.
         """
         reported, at_s, turns, idle = 0, -math.inf, 0, 0
+        ended, failures = 0, 0
         while len(self._outcome.jobs) < self._num_jobs:
             now = min(self._events[0][0] if self._events else math.inf, self._round_s)
-            if not now < math.inf:
+            if not now < math.inf and not any(self._cluster.down.values()):
                 raise self._standstill(at_s, "nothing will happen any more")
+            if self._outages is not None and self._outages.next_s < now:
+                now = self._outages.next_s
             turns = turns + 1 if now == at_s else 0
             # At one moment each job may end and be given devices once, and a round may be held after each of these.
             if turns > 4 * self._num_jobs + 8:
                 raise self._standstill(at_s, "time no longer moves")
             at_s = now
             happened = self._pop_events(now)
+            if self._outages is not None and len(self._outcome.jobs) < self._num_jobs:
+                happened |= self._pop_outages(self._outages, now)
+                if ended < len(self._outcome.jobs):
+                    ended, failures = len(self._outcome.jobs), self._outcome.failures
+                most = max(MAX_FAILURES, FAILURES_OF_EACH * self._outages.num_parts)
+                if self._outcome.failures - failures > most:
+                    raise self._standstill(
+                        at_s, f"no job has ended in {most:,} failures; raise --mtbf, or lower --checkpoint-every"
+                    )
             if not self._policy.rounds:
                 if happened:
                     self._decide(now)
             elif self._round_s <= now:
                 self._round_s = math.inf
                 changed = self._decide(now)
-                idle = 0 if changed or happened or self._events else idle + 1
+                may_change = changed or happened or self._events or any(self._cluster.down.values())
+                idle = 0 if may_change else idle + 1
                 if idle > IDLE_ROUNDS:
                     raise self._standstill(
                         at_s, f"nothing has changed in {IDLE_ROUNDS} rounds, and nothing else can happen"
@@ -180,6 +223,8 @@ class Simulation:
         wanted, there = gang(job, self._cluster), self._cluster.counts.get(kind, 0)
         reserved = min(there, self._cluster.reserved.get(kind, 0))
         said = f"waits for {wanted} {kind}: there are {there}, of which {reserved} are reserved"
+        if down := self._cluster.down.get(kind, 0):
+            said += f", {down} have failed"
         return f"{said} and {max(0, free.get(kind, 0))} are free"
 
     def _pop_events(self, now: float) -> bool:
@@ -197,6 +242,61 @@ class Simulation:
                 self._cluster.reserved = dict(what)
                 happened = True
         return happened
+
+    def _pop_outages(self, outages: Outages, now: float) -> bool:
+        happened = False
+        while outages.next_s <= now:
+            self._apply_outage(outages.pop(), now)
+            happened = True
+        return happened
+
+    def _apply_outage(self, outage: Outage, now: float) -> None:
+        up = self._down.up(outage.kind, outage.node)
+        change = self._down.apply(outage)
+        if outage.begins and change:
+            self._outcome.failures += 1
+            first = 0 if outage.whole_node else int(outage.draw * up)
+            for job, lost in self._holders(outage, first, -change):
+                self._hit(job, outage.kind, outage.node, lost, now)
+        if outage.node is not None:
+            self._placer.withdraw(((outage.node, -change),))
+
+    def _holders(self, outage: Outage, first: int, count: int) -> list[tuple[ScheduledJob, int]]:
+        """Return the jobs that have devices `first` to `first + count` of a node or type, and how many of these.
+
+        The devices are equal, so they are counted in the order of the jobs that have them; the last ones are free.
+        """
+        found, begin = [], 0
+        for job in sorted(self._jobs.running.values(), key=lambda each: each.number):
+            held = job.held.get(outage.kind, 0) if outage.node is None else dict(job.placement).get(outage.node, 0)
+            lost = min(begin + held, first + count) - max(begin, first)
+            if lost > 0:
+                found.append((job, lost))
+            begin += held
+        return found
+
+    def _hit(self, job: ScheduledJob, kind: str, node: int | None, lost: int, now: float) -> None:
+        """Take failed devices from a job."""
+        job.sync(now)
+        job.failures += 1
+        steps_left = job.work.steps_left()
+        held, placement = {**job.held, kind: job.held[kind] - lost}, job.placement
+        if node is not None:
+            placement = tuple((each, count - lost * (each == node)) for each, count in placement)
+            placement = tuple((each, count) for each, count in placement if count)
+        if not self._policy.elastic or not any(held.values()):
+            held, placement = {}, ()
+        if held and self._charges.resizes_live:
+            job.lose_step(now)
+        else:
+            job.lose_since_checkpoint(now)
+        if self._keep_history:
+            self._outcome.undone.setdefault(job.name, []).append((now, job.work.steps_left() - steps_left))
+        self._placer.give_back(job.placement)
+        self._placer.withdraw(placement)
+        self._jobs.remove(job)
+        self._give(job, held, placement, self._charges.change_s, now)
+        self._record_usage(now)
 
     def _plan_round(self, now: float, wanted_s: float, *, may_be_now: bool = False) -> None:
         """Set the next round: the first at or after `wanted_s`, and after `now` unless `may_be_now`."""
@@ -216,7 +316,7 @@ class Simulation:
         self._outcome.jobs.append(
             EndedJob(
                 job.name, job.submitted_s, self._started[job.name], ended_s, job.replicas, job.changes, job.paused_s, job.device_s,
-                job.tenant,
+                job.tenant, job.failures, job.lost_device_s,
             )
         )  # fmt: skip
 
@@ -238,21 +338,26 @@ class Simulation:
                 self._jobs.remove(job)
             changed.append((job, held))
         for job, held in changed:
-            if any(held.values()):
-                pause_s = self._charges.change_s if job.held else self._charges.start_s
-                job.give(now, held, self._placer.take(held), pause_s)
-                self._started.setdefault(job.name, now)
-                noticed_s, written_s = job.ends_s()
-                self._ends[job.name] = (noticed_s, written_s)
-                heapq.heappush(self._events, (noticed_s, _END, job.number, job))
-            else:
-                job.give(now, {}, (), 0.0)
-                self._ends.pop(job.name, None)
-            self._jobs.add(job)
-            self._record_history(job, now, job.held)
+            pause_s = self._charges.change_s if job.held else self._charges.start_s
+            self._give(job, held, self._placer.take(held), pause_s, now)
         if changed:
             self._record_usage(now)
         return bool(changed)
+
+    def _give(
+        self, job: ScheduledJob, held: Mapping[str, int], placement: Placement, pause_s: float, now: float
+    ) -> None:
+        """Give a job these devices, or none, and add it to the jobs again."""
+        if any(held.values()):
+            job.give(now, held, placement, pause_s)
+            self._started.setdefault(job.name, now)
+            self._ends[job.name] = job.ends_s()
+            heapq.heappush(self._events, (self._ends[job.name][0], _END, job.number, job))
+        else:
+            job.give(now, {}, (), 0.0)
+            self._ends.pop(job.name, None)
+        self._jobs.add(job)
+        self._record_history(job, now, job.held)
 
     def _record_usage(self, now: float) -> None:
         total = self._jobs.used.total()
@@ -296,6 +401,9 @@ def summary(outcome: SimulationOutcome) -> dict[str, float | int]:
         "paused_hours": math.fsum(job.paused_s for job in outcome.jobs) / 3600,
         "waited_mean_s": math.fsum(job.started_s - job.submitted_s for job in outcome.jobs) / len(times),
         "rounds": outcome.rounds,
+        "failures": outcome.failures,
+        "interruptions": sum(job.failures for job in outcome.jobs),
+        "lost_gpu_hours": math.fsum(job.lost_device_s for job in outcome.jobs) / 3600,
     }
 
 
@@ -339,6 +447,8 @@ def job_rows(outcome: SimulationOutcome) -> list[dict[str, float | int | str]]:
             "device_s": job.device_s,
             "changes": job.changes,
             "paused_s": job.paused_s,
+            "failures": job.failures,
+            "lost_device_s": job.lost_device_s,
         }
         for job in outcome.jobs
     ]

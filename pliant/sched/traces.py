@@ -99,6 +99,30 @@ class TraceEntry:
     epochs: float = 0.0
     mixed: bool | None = None
     preferred: str = ""
+    slowness: float = 1.0
+    """How many times as long it takes as these values say."""
+
+
+JITTER_GAPS = 10.0
+"""A perturbed job comes up to this many mean gaps between submissions earlier or later."""
+ESTIMATE_ERROR = 0.2
+"""Standard deviation of the logarithm of a perturbed job's slowness: for two jobs of three it is between 0.82 and 1.22."""
+
+
+def perturb(entries: Sequence[TraceEntry], seed: int) -> list[TraceEntry]:
+    """Return the same jobs as they might have come another time: in another order, and not as long as was estimated."""
+    chance = random.Random(f"perturbed {seed}")
+    times = [entry.submitted_s for entry in entries]
+    most_s = JITTER_GAPS * (max(times) - min(times)) / len(entries)
+    moved = [
+        replace(
+            entry,
+            submitted_s=round(max(0.0, entry.submitted_s + chance.uniform(-most_s, most_s)), 3),
+            slowness=math.exp(chance.gauss(0.0, ESTIMATE_ERROR)),
+        )
+        for entry in entries
+    ]
+    return sorted(moved, key=lambda entry: entry.submitted_s)
 
 
 def jobs_of(
@@ -123,12 +147,10 @@ def jobs_of(
     jobs = []
     for entry in entries:
         if profiles is not None and entry.application in profiles:
-            jobs.append(
-                profiles[entry.application].make_job(
-                    entry.name, entry.submitted_s, entry.devices, entry.batch, kinds[0]
-                )
-            )
-            jobs[-1].tenant = entry.tenant
+            application = profiles[entry.application]
+            job = application.make_job(entry.name, entry.submitted_s, entry.devices, entry.batch, kinds[0])
+            job.work.slowness, job.tenant = entry.slowness, entry.tenant
+            jobs.append(job)
             continue
         name = entry.application or chance.choices([n for n, _ in drawn], [share for _, share in drawn])[0]
         preferred = entry.preferred if entry.preferred in kinds else chance.choices(kinds, wishes)[0]
@@ -155,7 +177,7 @@ def _steady(
         submitted_s=entry.submitted_s,
         replicas=entry.devices,
         types=types,
-        work=SteadyWork(max(float(steps), 1e-9)),
+        work=SteadyWork(max(float(steps), 1e-9) * entry.slowness, slowness=entry.slowness),
         preferred=preferred,
         mixed=mixed,
         tenant=entry.tenant,

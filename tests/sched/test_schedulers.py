@@ -60,6 +60,42 @@ def test_guaranteed_devices_are_not_taken_for_another_guarantee() -> None:
     assert decide("easyscale-homo", [first, second], Cluster({"v100": 3})) == {}
 
 
+def test_nobody_waits_while_a_job_has_several() -> None:
+    # 8 replicas on 4 devices: 2 turns, on 3 they take 3: half a turn more. On 2 they take 4, on 1 they take 8.
+    four, two = job("four", 8, held={"v100": 4}, types=(V,)), job("two", 8, held={"v100": 2}, types=(V,), at=5)
+    late = job("late", 2, types=(V,), at=9)
+    assert decide("easyscale-heter", [four, two, late], Cluster({"v100": 6})) == {
+        "four": {"v100": 3},
+        "late": {"v100": 1},
+    }
+    single = [job(name, 8, held={"v100": 1}, types=(V,)) for name in "ab"]
+    assert decide("easyscale-heter", [*single, late], Cluster({"v100": 2})) == {}
+
+
+def test_who_gives_a_device_gives_those_too_that_are_idle_without_it() -> None:
+    # 4 replicas on 4 devices take one turn; on 3 they take two, as on 2.
+    giver = job("giver", 4, held={"v100": 4}, types=(V,))
+    late = [job(f"late{at}", 2, types=(V,), at=at) for at in (7, 8, 9)]
+    assert decide("easyscale-homo", [giver, *late], Cluster({"v100": 4})) == {
+        "giver": {"v100": 1},
+        **{each.name: {"v100": 1} for each in late},
+    }
+    assert decide("easyscale-homo", [giver, *late[:2]], Cluster({"v100": 4})) == {
+        "giver": {"v100": 2},
+        **{each.name: {"v100": 1} for each in late[:2]},
+    }
+
+
+def test_a_guarantee_is_not_shared_and_types_are_kept_to() -> None:
+    owner = job("owner", 4, held={"v100": 2}, types=(V,), min_devices=2)
+    assert decide("easyscale-homo", [owner, job("late", 2, types=(V,), at=9)], Cluster({"v100": 2})) == {}
+    mixed = job("mixed", 8, held={"v100": 2, "t4": 1})
+    assert decide("easyscale-heter", [mixed, job("late", 2, types=(T,), at=9)], Cluster({"v100": 2, "t4": 1})) == {
+        "mixed": {"v100": 2},
+        "late": {"t4": 1},
+    }
+
+
 def test_reserved_devices_come_from_whoever_came_last() -> None:
     old, new = job("old", held={"v100": 2}, types=(V,)), job("new", held={"v100": 2}, types=(V,), at=5)
     cluster = Cluster({"v100": 4}, reserved={"v100": 3})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +22,11 @@ from pliant.sched.cluster import (
     SteadyWork,
     reserved_over_time,
 )
+from pliant.sched.compare import PolicyRun, SimulationSetting, compare, result
 from pliant.sched.planner import DeviceType, best_plan
 from pliant.sched.policies import POLICIES, make_policy
 from pliant.sched.simulate import Charges, Simulation, SimulationOutcome, in_use, summary
+from pliant.sched.traces import Trace, TraceEntry, jobs_of, perturb
 
 SPEEDS = {"v100": 3.0, "p100": 2.0, "t4": 1.0}
 TYPES = tuple(DeviceType(name, speed) for name, speed in SPEEDS.items())
@@ -212,6 +215,57 @@ def test_jobs_that_can_never_run_are_named() -> None:
     job = ScheduledJob(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
     with pytest.raises(ConfigError, match="a prefers 't4'"):
         Simulation([job], Cluster({"v100": 4}), make_policy("easyscale-heter"))
+
+
+# --- several seeds ---
+
+DAY = tuple(TraceEntry(f"j{n}", 60.0 * n, 1 + n % 4, 600.0 + 10 * n, application="bert") for n in range(40))
+
+
+def test_perturbed_jobs_are_the_same_jobs_in_another_order() -> None:
+    moved = perturb(DAY, 1)
+    assert [entry.name for entry in moved] != [entry.name for entry in DAY]
+    assert [entry.submitted_s for entry in moved] == sorted(entry.submitted_s for entry in moved)
+    before = {entry.name: entry for entry in DAY}
+    for entry in moved:  # the mean gap is 39/40 of a minute
+        assert replace(entry, submitted_s=before[entry.name].submitted_s, slowness=1.0) == before[entry.name]
+        assert entry.submitted_s >= 0
+        assert abs(entry.submitted_s - before[entry.name].submitted_s) <= 585.0 + 1e-3
+    assert perturb(DAY, 1) == moved != perturb(DAY, 2)
+
+
+def test_a_slow_job_takes_longer_than_its_policy_knows() -> None:
+    cluster = Cluster({"v100": 4})
+    known, slow = (jobs_of([replace(DAY[0], slowness=slowness)], cluster)[0] for slowness in (1.0, 1.25))
+    assert slow.work.steps_left() == pytest.approx(known.work.steps_left())
+    took = [Simulation([job], Cluster({"v100": 4}), make_policy("yarn-cs")).run().jobs[0] for job in (known, slow)]
+    # A round of 60 s, 30 s of start, and the work: 600 s, and a quarter more.
+    assert [job.ended_s for job in took] == pytest.approx([690, 840])
+
+
+def test_figures_of_seeds_are_medians_with_least_and_most() -> None:
+    setting = SimulationSetting(trace=Trace("made", DAY), cluster="v100=4", seeds=3)
+    results = compare(("yarn-cs", "easyscale-homo"), setting, processes=1)
+    alone = compare(("yarn-cs",), replace(setting, seeds=1), processes=1)
+    homo, fifo = PolicyRun("easyscale-homo", False), PolicyRun("yarn-cs", False)
+    assert results[fifo].figures[0] == alone[fifo].figures[0] == summary(alone[fifo].first)
+    told = result(setting, results, {})
+    times = [each["jct_mean_s"] for each in results[homo].figures]
+    numbers = told["policies"]["easyscale-homo"]  # type: ignore[index, call-overload]
+    assert len(set(times)) == 3
+    assert numbers["jct_mean_s"] == sorted(times)[1]
+    assert numbers["spread"]["jct_mean_s"] == [min(times), max(times)]
+    factors = told["factors"]["easyscale-homo over yarn-cs"]  # type: ignore[index, call-overload]
+    ratios = [one["jct_mean_s"] / time for one, time in zip(results[fifo].figures, times, strict=True)]
+    assert factors["of"] == "one job at a time"
+    assert (factors["jct_mean"], factors["spread"]["jct_mean"]) == (sorted(ratios)[1], [min(ratios), max(ratios)])
+    assert result(setting, compare(("yarn-cs", "easyscale-homo"), setting, processes=1), {}) == told
+
+
+@pytest.mark.parametrize("seeds", [0, -1, 1001])
+def test_numbers_of_seeds_are_checked(seeds: int) -> None:
+    with pytest.raises(ConfigError, match=f"--seeds {seeds}: use 1 to 1,000"):
+        SimulationSetting(trace=Trace("made", DAY), cluster="v100=4", seeds=seeds)
 
 
 # --- a simulation that comes to a standstill ---

@@ -10,7 +10,7 @@ from typing import Any
 
 from pliant.sched import compare as simulation
 from pliant.sched import traces
-from pliant.sched.compare import PolicyRun, SimulationSetting, compare
+from pliant.sched.compare import PolicyResult, PolicyRun, SimulationSetting, compare
 from pliant.sched.simulate import SimulationOutcome, in_use, summary
 from pliant.sched.traces import like_easyscale
 from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
@@ -35,8 +35,8 @@ def data_folder(options: Options, environ: Mapping[str, str] = os.environ) -> Pa
 
 def simulate(
     options: Options, policies: Sequence[str]
-) -> tuple[SimulationSetting, Mapping[PolicyRun, SimulationOutcome], list[str]]:
-    """Simulate the artifact's own list of jobs, or one like it; return setting, outcomes and remarks."""
+) -> tuple[SimulationSetting, Mapping[PolicyRun, PolicyResult], list[str]]:
+    """Simulate the artifact's own list of jobs, or one like it; return setting, results and remarks."""
     folder = data_folder(options)
     if folder is not None:
         trace = traces.read(str(folder / "test.csv"))
@@ -79,8 +79,8 @@ class CompletionTimes(Figure):
     )
 
     def run(self, options: Options) -> Result:
-        setting, outcomes, remarks = simulate(options, self.policies)
-        found: Result = simulation.result(setting, outcomes, {})
+        setting, results, remarks = simulate(options, self.policies)
+        found: Result = simulation.result(setting, results, {})
         cells = [self.cell(name, numbers) for name, numbers in found["policies"].items()]
         best = found["policies"]["easyscale-heter"]
         ours = {"median_s": best["jct_median_s"], "mean_s": best["jct_mean_s"], "makespan_s": best["makespan_s"]}
@@ -151,8 +151,8 @@ class DevicesInUse(Figure):
     caveats = (SIMULATED,)
 
     def run(self, options: Options) -> Result:
-        _, outcomes, remarks = simulate(options, tuple(self.paper))
-        found = {name: outcomes[PolicyRun(name, False)] for name in self.paper}
+        _, results, remarks = simulate(options, tuple(self.paper))
+        found = {name: results[PolicyRun(name, False)].first for name in self.paper}
         window_s = min(max(job.ended_s for job in outcome.jobs) for outcome in found.values())
         cells = [self.cell(name, outcome, window_s) for name, outcome in found.items()]
         folder = data_folder(options)
