@@ -261,6 +261,8 @@ class Walker:
     planned: bool = False
     awaits: bool = False
     """Whether it waits until all members of its view have the state."""
+    was_put_off: bool = False
+    """Whether a membership between the last two that it has entered was without it."""
     outbox: list[SettledNotice] = field(default_factory=list)
 
 
@@ -293,7 +295,7 @@ class Walk:
         """Who has come to the end that was agreed on, in each view."""
         self.failures: list[str] = []
         self.early: set[Worker] = set()
-        """Members from before the server knew that anybody has the state: they may have to be replaced."""
+        """Members of the times in which the server knew of nobody with the state: they may have to be replaced."""
         self.sent: dict[tuple[int, int, str], dict[Worker, tuple[bool, int]]] = {}
         """Who has taken part in an exchange or confirmation: whether it had turns, and the newest membership prepared."""
         self.reports: dict[int, dict[Worker, tuple[Report, list[int]]]] = {}
@@ -301,8 +303,8 @@ class Walk:
         self.fetched: dict[int, set[Worker]] = {}
         """Who has the state, in each view."""
         self.memberships: dict[int, Membership] = {}
-        self.starts = 0
-        """How often the job has begun, because nobody had the state."""
+        self.starts: set[int] = set()
+        """The memberships in which the job has begun, because nobody had the state."""
         self.server = ElasticState()
         first = [self.new_worker() for _ in range(size)]
         self.tell_server(PutView(View(0, tuple(first), (Worker("10.0.0.1", 1),))))
@@ -317,9 +319,10 @@ class Walk:
     def tell_server(
         self, request: PutView | AddWorker | ReadyNotice | SettledNotice | LossNotice | LeaveNotice | ClearView
     ) -> None:
-        if not self.server.settled:
-            self.early.update(self.server.after(request).membership.members)
+        known = self.server.settled
         self.server = self.server.after(request)
+        if not known or not self.server.settled:
+            self.early.update(self.latest.members)
         self.memberships[self.server.membership.number] = self.server.membership
 
     @property
@@ -394,8 +397,9 @@ class Walk:
         match walker.action:
             case Fail(why, _):
                 assert why == BEGUN, "an error without a cause"
-                assert self.defers or before < 0, "a worker that has the state is left behind"
-                assert self.defers or walker.worker in self.early, "a worker is let in where it cannot begin"
+                if not (self.defers or walker.was_put_off):
+                    assert before < 0, "a worker that has the state is left behind"
+                    assert walker.worker in self.early, "a worker is let in where it cannot begin"
                 self.failures.append(why)
                 self.end(walker)
             case TakeTurn(slot):
@@ -542,18 +546,23 @@ class Walk:
         self.living.remove(walker)
         is_put_off = self.latest.urgent > walker.view
         # A worker that is told to leave, and is the last one with the state, may finish while others have begun anew.
-        is_beaten = self.starts > 1 and bool(self.done)
+        is_beaten = len(self.starts) > 1 and bool(self.done)
         if walker.machine.passes >= 0 and walker.worker in self.server.wanted.workers and not (is_put_off or is_beaten):
             assert walker.machine.passes >= len(self.program) - 1, "the job has ended without it"
 
     def use_view(self, walker: Walker, members: tuple[Worker, ...], found: Sequence[tuple[Report, list[int]]]) -> None:
         rank = members.index(walker.worker)
         reports = [report for report, _ in found] or [walker.machine.report]
+        between = (self.memberships.get(number) for number in range(walker.view + 1, walker.entering))
+        walker.was_put_off = walker.view >= 0 and any(
+            walker.worker not in each.members[: self.replicas or None] for each in between if each
+        )
         walker.view, walker.members, walker.entering = walker.entering, members, -1
         if max(report.passes for report in reports) < 0:
             reports[0] = Report(0)
+            self.starts.add(walker.view)
             if rank == 0:
-                walker.state, self.starts = [], self.starts + 1
+                walker.state = []
                 self.handle(walker, StateMade(0))
         walker.hosted = self.chance.randint(1, 3)
         self.handle(walker, ViewEntered(tuple(reports), walker.hosted))
