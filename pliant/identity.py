@@ -21,6 +21,8 @@ from pliant.files import create_private
 from pliant.stall_rule import format_stall_timeout, parse_stall_timeout
 
 DEFAULT_STRATEGY = "AUTO"
+JOB_NAME = "PLIANT_JOB_NAME"
+"""Environment variable by which `pliant serve` tells the processes of a job the job's name."""
 SECRET_BYTES = 32
 SECRET_REMEDY = (
     "give every runner the same --secret-file or PLIANT_SECRET, or copy ~/.config/pliant/secret to every host"

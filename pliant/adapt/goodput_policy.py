@@ -28,7 +28,7 @@ class Goodput(Policy):
 
     The duration of a step is known for configurations that were tried. For the others it is predicted by a model that is
     fitted to all that were tried. In one change, the batch grows to twice its size at most, and the number of workers to
-    twice what was tried.
+    twice what was tried. Under `pliant serve` the scheduler decides on workers, and the policy on the batch.
 
     Args:
         interval: number of steps in one measurement, after which a change can be decided.
@@ -148,7 +148,7 @@ class Goodput(Policy):
         batches = sorted({each for each in grid if each <= limit} | {obs.batch_size})
         fixed = self._replicas or None
         sizes: list[int] = []
-        size: int | None = 1
+        size: int | None = 1 if obs.may_resize else None
         while size is not None and size <= most:
             sizes.append(size)
             size = next_size(size, self._replicas, self._max_workers)

@@ -82,6 +82,8 @@ class Observation:
     """Trace of the covariance of one sample's gradient."""
     variance: float | None = None
     workers: tuple[WorkerFigures, ...] = ()
+    may_resize: bool = True
+    """Whether a `Resize` can be carried out; not under `pliant serve`, where the scheduler decides on workers."""
     link_rates: LinkRates | None = None
     """Rates measured at this boundary because a policy asked for it with ProbeLinks; None otherwise."""
 

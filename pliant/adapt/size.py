@@ -146,7 +146,7 @@ class Provision(Policy):
         return self._history
 
     def after_step(self, obs: Observation) -> Resize | None:
-        if self._done:
+        if self._done or not obs.may_resize:
             return None
         if self._pending.is_open(obs):
             self._window = RateWindow()

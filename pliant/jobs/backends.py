@@ -26,12 +26,12 @@ from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.jobfile import FederatedJob
 from pliant.files import is_locked, write_atomic
+from pliant.identity import JOB_NAME
 from pliant.jobs import keeper
 from pliant.jobs.client import PLIANT
 from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun, RunHandle
 from pliant.jobs.schema import TrainJob
-from pliant.jobs.store import JOB_NAME
 from pliant.launch.plan import device_files, visible_devices
 from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state
 from pliant.sched.planner import Counts

@@ -29,6 +29,7 @@ from typing import Any
 
 from pliant.child import start_ticks
 from pliant.errors import ConfigError, NameTaken
+from pliant.identity import JOB_NAME
 from pliant.tokens import check_private, state_directory
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 FILE = "jobs.sqlite"
 LISTING_PERIOD_S = 10.0
 """How often a process tries to list itself in a store that could not be written."""
-JOB_NAME = "PLIANT_JOB_NAME"
-"""Environment variable by which the scheduler tells a runner the name of its job."""
 START_ONE = "start one with `pliant run -w -np 4 train.py`, or name its config server with --config-server URL"
 BUSY_S = 10.0
 _SCHEMA = (

@@ -8,6 +8,7 @@ end. A worker that becomes the first one continues where the last one stood.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pliant.comm import probe as links
 from pliant.comm.engine import Engine
 from pliant.comm.topology import host_leaders
 from pliant.errors import ConfigError
-from pliant.identity import WorkerSpec
+from pliant.identity import JOB_NAME, WorkerSpec
 
 if TYPE_CHECKING:
     from pliant.train.events import Progress
@@ -67,6 +68,7 @@ class Adaptation:
         self._progress, self._replicas = progress, replicas
         self._request_workers, self._notify = request_workers, notify
         self._replayed = settings.replayed
+        self._may_resize = settings.may_resize
         self._record_path = settings.record
         self._recorder: record.Recorder | None = None
         """Opened when this worker writes its first fact."""
@@ -265,6 +267,7 @@ class Adaptation:
             learning_rate_factor=self.learning_rate_factor,
             strategy=",".join(map(str, strategy.forest)) or strategy.name,
             workers=self._workers,
+            may_resize=self._may_resize,
             link_rates=link_rates,
             **figures,
         )
@@ -297,6 +300,11 @@ class Adaptation:
                 if self._engine.size > 1:
                     self._engine.set_strategy(decision.strategy)
             case adapt.Resize():
+                if not self._may_resize:
+                    raise ConfigError(
+                        "the scheduler of `pliant serve` decides on workers: leave it to that, or run the job by itself with "
+                        "`pliant run -w`"
+                    )
                 if self._engine.rank == 0:
                     self._request_workers(decision.workers)
             case adapt.ProbeLinks():
@@ -408,6 +416,8 @@ class AdaptationSettings:
     """
     metrics: bool = False
     tensorboard: str = ""
+    may_resize: bool = True
+    """Whether policies may ask for other workers."""
 
     @property
     def is_active(self) -> bool:
@@ -424,7 +434,12 @@ class AdaptationSettings:
 
 
 def adaptation_settings(
-    spec: WorkerSpec | None, policies: Sequence[Policy], monitor: Mapping[str, int], record: str, replay: str
+    spec: WorkerSpec | None,
+    policies: Sequence[Policy],
+    monitor: Mapping[str, int],
+    record: str,
+    replay: str,
+    environ: Mapping[str, str] = os.environ,
 ) -> AdaptationSettings:
     """Combine the options of `pliant run` with those of the program; the policies of the command line come first.
 
@@ -446,6 +461,7 @@ def adaptation_settings(
         replayed=maths_decisions(replay) if (replay := replay or options.get("replay", "")) else None,
         metrics=options.get("metrics", "") == "1",
         tensorboard=options.get("tensorboard", ""),
+        may_resize=JOB_NAME not in environ,
     )
 
 

@@ -28,6 +28,7 @@ class Job:
     """Steps between the wish for workers and their coming."""
     never_above: int = 99
     """Workers that exist."""
+    may_resize: bool = True
     spread: float = 0.0
     """Of the time of a step."""
     seed: int = 0
@@ -102,6 +103,7 @@ class Job:
             batch_size=self.batch,
             learning_rate_factor=self.factor,
             noise_scale=self.noise_scale(self.step),
+            may_resize=self.may_resize,
             workers=tuple(workers),
         )
 

@@ -276,6 +276,18 @@ def test_goodput_gives_up_on_workers_that_never_come() -> None:
     assert job.workers == 1
 
 
+def test_under_a_scheduler_goodput_decides_on_the_batch_only_and_provision_on_nothing() -> None:
+    truth = adaptdl(0.02, 0.001, 0.02, 0.004)
+    policy = Goodput(interval=20, max_workers=8, max_batch=512)
+    job, decided = run(policy, 2000, step_s=truth, noise_scale=lambda step: 2000.0, may_resize=False)
+    assert worker_counts(decided) == []
+    assert job.batch > 32
+    _, decided = run(Goodput(interval=20, max_workers=8), 2000, step_s=truth, noise_scale=lambda step: 2000.0)
+    assert worker_counts(decided), "it would have asked for workers"
+    _, decided = run(Provision(change_step=20), 2000, step_s=truth, may_resize=False)
+    assert decided == []
+
+
 # --- together ---
 
 
