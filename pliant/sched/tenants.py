@@ -179,6 +179,7 @@ class TenantShares(SchedulingPolicy):
 
     def __init__(self, policy: SchedulingPolicy, tenants: Sequence[Tenant]) -> None:
         self.policy, self.tenants = policy, {each.name: each for each in with_others(tenants)}
+        self.others_are_named = any(each.name == OTHERS for each in tenants)
         self.name, self.about = policy.name, policy.about
         self.rounds, self.elastic, self.adapts_batch = policy.rounds, policy.elastic, policy.adapts_batch
         self.allotted: dict[str, dict[str, int]] = {}
