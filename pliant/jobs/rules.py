@@ -478,9 +478,7 @@ class SchedulerState:
         alive = [job for job in self.jobs.values() if not job.is_over and not job.ending and job.may_use(self.devices)]
         alive.sort(key=lambda job: (-job.demand.priority, job.number))
         room = {tenant: self._room(tenant) for tenant in {self.tenant_of(job) for job in alive}}
-        asked = [
-            job.for_policy(rank, room[self.tenant_of(job)], self.devices, now_s) for rank, job in enumerate(alive)
-        ]
+        asked = [job.for_policy(rank, room[self.tenant_of(job)], self.devices, now_s) for rank, job in enumerate(alive)]
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
         policy = self.shares or self.policy
         # Jobs that are ending have been given nothing, and hold what they still have: it is given when it is free.

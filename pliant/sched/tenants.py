@@ -380,22 +380,26 @@ class _Decision:
 
     @contextmanager
     def _as_if_changed(self, tenant: str) -> Iterator[None]:
-        """Show the jobs of a tenant to its policy as if the changes so far had been carried out."""
-        jobs, held = self._jobs.of[tenant], {}
+        """Show the jobs of a tenant to its policy as if the changes so far had been carried out.
+
+        A job that starts has all that it gets for now: policies give it more when it runs.
+        """
+        jobs = self._jobs.of[tenant]
         mine = [job for name in self.changes if self._jobs.tenant_of(job := self._found(name)) == tenant]
+        before = [(job.held, job.max_devices) for job in mine]
         for job in mine:
-            held[job.name] = job.held
-            self._show(jobs, job, self.changes[job.name])
+            devices = self.changes[job.name]
+            self._show(jobs, job, devices, job.max_devices if job.held or not devices else sum(devices.values()))
         try:
             yield
         finally:
-            for job in mine:
-                self._show(jobs, job, held[job.name])
+            for job, (held, most) in zip(mine, before, strict=True):
+                self._show(jobs, job, held, most)
 
-    def _show(self, jobs: ClusterJobs, job: ScheduledJob, devices: dict[str, int]) -> None:
+    def _show(self, jobs: ClusterJobs, job: ScheduledJob, devices: dict[str, int], most: int) -> None:
         job.sync(self._now)
         jobs.remove(job)
-        job.held, job.memory = devices, {}
+        job.held, job.max_devices, job.memory = devices, most, {}
         jobs.add(job)
 
     # --- what is so far ---

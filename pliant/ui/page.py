@@ -13,7 +13,7 @@ from pliant.duration import span_text
 from pliant.errors import PliantError
 from pliant.ui import charts, widgets
 from pliant.ui.charts import StepWindow
-from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses
+from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses, tenant_in_words
 from pliant.ui.controls import JobActions, StepRange
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, Watcher
 from pliant.ui.timeline import FederatedTimeline, JobTimeline, Series, ViewWorkers, plural
@@ -221,6 +221,8 @@ def _federated_facts(fed: FederatedTimeline) -> Sequence[tuple[str, str]]:
 def _training_facts(job: ShownJob) -> Sequence[tuple[str, str]]:
     timeline = job.timeline
     given: list[tuple[str, str]] = []
+    if job.tenant:
+        given.append(("tenant", job.tenant))
     if job.step is not None:
         given += [("step", f"{job.step:,}"), ("replicas", str(timeline.replicas))]
     given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))
@@ -309,7 +311,9 @@ class Index:
         self._cluster.show(
             allocation_chart(found, devices, now_s),
             allocation_description(found, devices),
-            note=free + (f"; reserved: {reserved}" if reserved else ""),
+            note="; ".join(
+                [free, *([f"reserved: {reserved}"] if reserved else []), *map(tenant_in_words, status.tenants)]
+            ),
         )
         self._decided.show(widgets.decision_list(events))
 

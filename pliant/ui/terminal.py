@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pliant.errors import PliantError
 from pliant.jobs.status import ClusterStatus
-from pliant.ui.cluster_chart import device_uses, devices_in_use
+from pliant.ui.cluster_chart import device_uses, devices_in_use, tenant_in_words
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
 from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent
 from pliant.ui.topology_chart import rate_text
@@ -226,15 +226,19 @@ def _devices(
         if status.reserved.get(kind):
             told.append(f"{status.reserved[kind]} reserved ", "yellow")
         told.append(f"{status.free.get(kind, 0)} of {count} free  ", "dim")
+    lines = [told]
+    if status.tenants:
+        shares = strip_controls("; ".join(map(tenant_in_words, status.tenants)))
+        lines.append(Text(shares, "dim", no_wrap=True, overflow="ellipsis"))
     jobs = [known.jobs[key] for key in cluster.jobs if key in known.jobs]
     events = [(job.name, event) for job in jobs for event in job.cluster_events]
     busy = devices_in_use(device_uses(events), now_s, max(10, width - 40))
     if not busy:
-        return [told]
+        return [*lines]
     total = max(1, sum(status.devices.values()))
     shown = "".join(BARS[min(7, math.floor(8 * count / total))] for _, count in busy)
     since = _clock(busy[0][0])
-    return [told, Text(f"devices in use since {since} ", "dim", no_wrap=True).append(shown, "blue")]
+    return [*lines, Text(f"devices in use since {since} ", "dim", no_wrap=True).append(shown, "blue")]
 
 
 def _clock(at_s: float) -> str:

@@ -194,9 +194,10 @@ def job_row(job: ShownJob, now_s: float) -> str:
         ]
     cells.append(("age", job.age(now_s)))
     told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in cells)
+    about = (f"{job.tenant}: " if job.tenant else "") + (job.reported_why or job.command or job.where)
     return (
         f'<li><a class="job" href="/job/{job.key}"><span><b>{html.escape(job.name)}</b>'
-        f"<small>{html.escape(job.reported_why or job.command or job.where)}</small></span>{chip(state)}{told}</a></li>"
+        f"<small>{html.escape(about)}</small></span>{chip(state)}{told}</a></li>"
     )
 
 
