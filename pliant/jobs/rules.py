@@ -328,6 +328,13 @@ class SchedulerState:
         return all(self._unused(kind) >= min(count, self.devices.get(kind, 0)) for kind, count in self.reserved.items())
 
     @property
+    def somebody_waits_for_devices(self) -> bool:
+        """Whether a reservation, or another tenant, waits until jobs have left devices."""
+        return self.reserve_by_s is not None or any(
+            job.leave_by_s is not None and self._is_owed(job) for job in self.active
+        )
+
+    @property
     def active(self) -> list[ManagedJob]:
         return [job for job in self.jobs.values() if job.is_active]
 
@@ -625,11 +632,11 @@ class SchedulerState:
     def _drop_late(self, now_s: float) -> None:
         """Kill workers that have not left in time what another tenant is owed and has a job for."""
         for job in self.active:
-            if job.leave_by_s is None or now_s < job.leave_by_s:
+            if job.leave_by_s is None:
                 continue
             if job.ending or not (job.is_leaving or job.is_uninformed):
                 job.leave_by_s = None
-            elif job.is_leaving and not job.is_uninformed and self._is_owed(job):
+            elif now_s >= job.leave_by_s and job.is_leaving and not job.is_uninformed and self._is_owed(job):
                 job.leave_by_s = now_s + END_GRACE_S  # again, should they not die
                 self._note(job, "dropped", "workers did not leave another tenant's devices in time: killed")
                 self._actions.append(DropWorkers(job.name))

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 """Time between looks at the runs; the end of a run is an event, and is seen at once."""
 URGENT_S = 0.01
-"""The same while somebody waits for a reserved device."""
+"""The same while a reservation or another tenant waits for devices."""
 RESERVE_S = 20.0
 """How long a request for a reservation waits until the devices are free; the reservation stands afterwards, too."""
 TAIL_BYTES = 1 << 20
@@ -507,7 +507,7 @@ class Scheduler:
                     log.warning("the scheduler works again")
                 self._changed.notify_all()
                 signals = [handle.end_signal() for handle in self._runs.values()]
-                wait_s = URGENT_S if self._state.reserve_by_s is not None else LOOK_S
+                wait_s = URGENT_S if self._state.somebody_waits_for_devices else LOOK_S
             self._wait(signals, wait_s)
 
     def _wait(self, signals: Sequence[int | None], wait_s: float) -> None:
