@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -36,6 +36,9 @@ from pliant.jobs.schema import job_from_json
 from pliant.jobs.store import JobStore, registered
 from pliant.record import Recorder
 from pliant.sched.policies import make_policy
+from pliant.sched.tenants import Tenant
+from pliant.tokens import token_hash
+from pliant.ui.cluster_chart import tenant_in_words
 from pliant.ui.jobs import Watcher
 from pliant.ui.sources import (
     SCAN_EVERY,
@@ -46,6 +49,7 @@ from pliant.ui.sources import (
     open_sources,
 )
 from pliant.ui.terminal import neighbour, screen
+from pliant.ui.widgets import job_row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 
@@ -197,12 +201,12 @@ def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def job_server(folder: Path, backend: PaperBackend) -> Iterator[ServerAddress]:
+def job_server(folder: Path, backend: PaperBackend, tenants: Sequence[Tenant] = ()) -> Iterator[ServerAddress]:
     """A job server in this process."""
     with JobStore(folder) as store:
-        scheduler = Scheduler(backend, make_policy("easyscale-heter"), store, interval_s=0.05)
+        scheduler = Scheduler(backend, make_policy("easyscale-heter"), store, interval_s=0.05, tenants=tenants)
         with scheduler.running():
-            api = JobsApi(scheduler, "t")
+            api = JobsApi(scheduler, "t", tenants)
             server = uvicorn.Server(uvicorn_config(api.app))
             config = server.config
             config.host, config.port = "127.0.0.1", 0
@@ -218,6 +222,25 @@ def job_server(folder: Path, backend: PaperBackend) -> Iterator[ServerAddress]:
 
 def source(server: ServerAddress) -> StoreSource:
     return StoreSource(server.url, lambda: JobsClient(server, timeout_s=5), is_local=False)
+
+
+def test_a_server_tells_whose_jobs_there_are_and_who_has_what(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    backend, token = PaperBackend(cpu=4), "the-token-of-vision"
+    tenants = (Tenant(name="vision", quota={"cpu": 3}, token_sha256=token_hash(token)), Tenant(name="speech"))
+    with job_server(tmp_path, backend, tenants) as server:
+        with JobsClient(server.model_copy(update={"token": token})) as client:
+            client.submit(job_from_json({"name": "one", "program": "/train.py", "directory": "/", "replicas": 2}))
+        watcher = Watcher([source(server)])
+        watcher.poll()
+        (job,) = watcher.known.jobs.values()
+        assert job.tenant == "vision"
+        assert "vision: 1 of 3 cpu; speech: 0 of 1 cpu" in _text(watcher)
+        status = next(iter(watcher.known.clusters.values())).status
+        assert status is not None
+        vision = status.tenants[0].model_copy(update={"has": {"cpu": 4}, "borrowed": {"cpu": 1}})
+        assert tenant_in_words(vision) == "vision: 4 of 3 cpu, 1 borrowed"
+        assert "vision: " in job_row(job, 0.0)
 
 
 def test_a_server_tells_which_job_had_which_devices(tmp_path: Path) -> None:
