@@ -56,6 +56,8 @@ class JobPage:
             self._rounds = ChartCard("Rounds")
             self._picked = ChartCard("Who was picked")
             self._fair = ChartCard("How often clients were picked")
+            self._took = ChartCard("How long clients take")
+            self._clients = HtmlCard("How clients took part")
             self._events = HtmlCard("Events")
             self._now = HtmlCard("Workers and replicas now")
             with ui.element("section").classes("card wide").mark("logs") as self._log_card:
@@ -153,7 +155,9 @@ class JobPage:
         self._values.show(charts.fed_loss(fed) if has_loss else None, description["loss"])
         self._rounds.show(charts.fed_rounds(fed) if fed.rounds else None, description["rounds"])
         self._picked.show(charts.fed_picked(fed) if fed.recent else None, description["picked"])
-        self._fair.show(charts.fed_fairness(fed) if fed.picks else None, description["fairness"])
+        self._fair.show(charts.fed_fairness(fed) if fed.clients.picked else None, description["fairness"])
+        self._took.show(charts.fed_durations(fed), description["durations"])
+        self._clients.show(widgets.figure_table(fed.clients.figures().facts()) if fed.rounds else "")
 
     # --- logs ---
 

@@ -16,7 +16,7 @@ from pliant.errors import PliantError
 from pliant.jobs.status import ClusterStatus
 from pliant.ui.cluster_chart import device_uses, devices_in_use
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
-from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent
+from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent, clients_text
 from pliant.ui.topology_chart import rate_text
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -143,7 +143,7 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
     if timeline.links is not None:
         parts.append(_links(timeline.links))
     if timeline.federated is not None and timeline.federated.recent:
-        parts.append(_picked(timeline.federated))
+        parts += [_figure_table(timeline.federated.clients.figures().facts()), _picked(timeline.federated)]
     parts += [_event(event, timeline.unit) for event in job.events[-NEWS:]]
     parts += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _log(job, logged)]
     return Panel(
@@ -192,13 +192,22 @@ def _links(links: MeasuredLinks) -> Text:
 
 
 def _picked(fed: FederatedTimeline) -> Text:
-    """Return the clients of the newest round, and how many were picked so far."""
+    """Return the clients of the newest round."""
     number = max(fed.recent)
     newest = fed.recent[number]
-    counts = ", ".join(f"{len(newest[name])} {name}" for name in ("aggregated", "cut", "lost"))
-    clients = " ".join(map(str, newest["invited"]))
-    text = f"{len(fed.picks)} clients picked so far; round {number}: {counts}: {clients}"
+    counts = f"{len(newest.aggregated)} aggregated, {len(newest.cut)} cut, {len(newest.lost)} lost"
+    text = f"round {number}: {counts}: {clients_text(newest.invited)}"
     return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _figure_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """Return figures that are sentences, with their names."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for name, text in facts:
+        table.add_row(Text(name), Text(strip_controls(text)))
+    return table
 
 
 def _log(job: ShownJob, most: int) -> list[str]:

@@ -10,8 +10,8 @@ import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.duration import span_text
+from pliant.fed.participation import Participation, RoundClients
 from pliant.record import Fact
 
 # --- series of numbers ---
@@ -120,8 +121,8 @@ def _points(x: Floats, y: Floats) -> list[Point]:
 # --- federated jobs ---
 
 
-MOST_ROUNDS_KEPT = 50
-"""Number of newest rounds whose clients are kept one by one."""
+MOST_ROUNDS_KEPT, MOST_CLIENTS_KEPT = 50, 100_000
+"""Most of the newest rounds whose clients are kept one by one, and most clients of these."""
 OUTCOMES = ("invited", "aggregated", "cut", "lost")
 
 
@@ -141,10 +142,10 @@ class FederatedTimeline:
     duration_s: Series = field(default_factory=Series)
     outcomes: dict[str, Series] = field(default_factory=dict)
     """Number of clients that were invited, aggregated, cut and lost."""
-    picks: Counter[int] = field(default_factory=Counter)
-    """Number of times that each client was picked."""
-    recent: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Clients of the newest rounds by outcome."""
+    clients: Participation = field(default_factory=Participation)
+    """How clients took part."""
+    recent: dict[int, RoundClients] = field(default_factory=dict)
+    """Clients of the newest rounds."""
     target: float | None = None
     """Accuracy at which the job ends, in per cent."""
 
@@ -187,25 +188,13 @@ class FederatedTimeline:
             value = float(len(told)) if isinstance(told, list) else _number(told)
             if value is not None:
                 self.outcomes.setdefault(name, Series()).add(number, value)
-        clients = {name: _clients(fact.data.get(name)) for name in OUTCOMES}
-        self._forget(number)
-        self.picks.update(clients["invited"])
-        self.recent[number] = clients
-        if len(self.recent) > MOST_ROUNDS_KEPT:
-            del self.recent[min(self.recent)]
-
-    def _forget(self, number: int) -> None:
-        """Remove rounds that a resumed job repeats."""
-        again = [each for each in self.recent if each >= number]
-        for each in again:
-            self.picks.subtract(self.recent.pop(each)["invited"])
-        if again:
-            self.picks += Counter()  # without those that are at 0
-
-
-def _clients(value: object) -> tuple[int, ...]:
-    items: Iterable[object] = value if isinstance(value, list) else ()
-    return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+        for again in [each for each in self.recent if each >= number]:  # a resumed job repeats them
+            self.clients.remove(self.recent.pop(again))
+        self.recent[number] = done = RoundClients.from_json(fact.data)
+        self.clients.add(done)
+        kept = sum(len(each.invited) for each in self.recent.values())
+        while len(self.recent) > MOST_ROUNDS_KEPT or (kept > MOST_CLIENTS_KEPT and len(self.recent) > 1):
+            kept -= len(self.recent.pop(min(self.recent)).invited)
 
 
 # --- jobs ---
@@ -321,7 +310,9 @@ class JobTimeline:
         self.links, self.federated, self.step = None, None, fact.step
         if isinstance(config := fact.data.get("config"), dict) and "participants" in config:
             target = _number(config.get("target"))
-            self.federated = FederatedTimeline(target=100 * target if target else None)
+            self.federated = FederatedTimeline(
+                target=100 * target if target else None, clients=Participation.of_start(fact.data)
+            )
         what = f"starts on {plural(workers, 'worker')}" if workers else "starts"
         self._add(fact, "start", what)
 
@@ -477,6 +468,12 @@ def _number(value: object) -> float | None:
 def _whole(data: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = data.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def clients_text(clients: Sequence[int], most: int = 40) -> str:
+    """Return the numbers of clients, of very many the first."""
+    more = f" and {len(clients) - most} more" if len(clients) > most else ""
+    return ", ".join(map(str, clients[:most])) + more
 
 
 def plural(number: int, noun: str) -> str:

@@ -326,18 +326,46 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
     assert federation is not None
     assert federation.accuracy.thinned(9) == [(1, 20), (2, 40), (3, pytest.approx(60))]
     assert (federation.time_to(40), federation.time_to(61)) == (2.0, None)
-    assert federation.picks == {1: 1, 2: 2, 3: 2, 4: 1}
+    assert federation.clients.picked == {1: 1, 2: 2, 3: 2, 4: 1}
     assert [each["data"][-1] for each in charts.fed_loss(federation)["series"]] == [[3, 0.333333], [3, 2.0]]
     assert charts.fed_description(federation)["picked"].endswith("round 3: 3, 4")
     assert charts.fed_fairness(federation)["series"][0]["data"] == [2, 2]
+    assert charts.fed_durations(federation) is None, "rounds of an older pliant on Flower do not tell"
     assert [each["data"] for each in charts.fed_picked(federation)["series"]] == [
         [[1, 1], [2, 2], [3, 3]],
         [[1, 2], [2, 3], [3, 4]],
         [],
     ]
     timeline.add([fact("round", 2, round=2, clock_s=7200.0, invited=[9])])  # begun anew from a checkpoint
-    assert federation.picks == {1: 1, 2: 1, 9: 1}
+    assert federation.clients.picked == {1: 1, 2: 1, 9: 1}
     assert timeline.step == 2
+
+
+def test_a_hundred_thousand_clients_are_drawn_at_once() -> None:
+    """50 rounds of 1,000: every client would be a dot, and every number be read out."""
+    timeline = JobTimeline()
+    timeline.add([fact("start", 0, config={"participants": 1000}, clients=100_000)])
+    for number in range(1, 51):
+        ids = [(7919 * (1000 * number + place)) % 100_000 for place in range(1000)]
+        took = {"client_s": [1.0 + client % 50 for client in ids]}
+        timeline.add([fact("round", number, round=number, clock_s=60.0 * number, invited=ids, aggregated=ids, **took)])
+    fed = timeline.federated
+    assert fed is not None
+    begun_s = time.process_time()
+    drawn = [charts.fed_picked(fed), charts.fed_fairness(fed), charts.fed_durations(fed), charts.fed_description(fed)]
+    assert time.process_time() - begun_s < 2
+    assert len(json.dumps(drawn)) < 150_000
+    dots = drawn[0]["series"][0]["data"]
+    assert len(dots) == 4000
+    assert {number for number, _ in dots} == {47, 48, 49, 50}, "the newest rounds, whole"
+    assert drawn[1]["series"][0]["data"] == [50_000, 50_000], "never, and once"
+    assert drawn[1]["xAxis"]["data"] == ["0", "1"]
+    ids = list(range(20_000))
+    timeline.add([fact("round", 51, round=51, clock_s=1.0, invited=ids, aggregated=ids)])
+    dots = charts.fed_picked(fed)["series"][0]["data"]
+    assert {number for number, _ in dots} == {51}
+    assert [client for _, client in dots] == ids[::5], "of one larger than the chart, every so many"
+    assert charts.fed_description(fed)["picked"].endswith("and 19960 more")
 
 
 # --- the cluster ---
