@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.duration import span_text
+from pliant.duration import duration_text
 
 MOST_NAMED = 5
 """Number of clients that are named at each end of a distribution."""
@@ -167,7 +167,7 @@ class ClientFigures:
             facts.append(
                 (
                     "an update takes",
-                    f"{_span(took.median)} (median), {_span(took.p90)} (90 % of clients), {_span(slowest_s)} "
+                    f"{duration_text(took.median)} (median), {duration_text(took.p90)} (90 % of clients), {duration_text(slowest_s)} "
                     f"(client {slowest}, the slowest)",
                 )
             )
@@ -177,10 +177,6 @@ class ClientFigures:
             facts.append(("picked most often", _named(picked.most_often)))
             facts.append(("picked least often", _named(picked.least_often)))
         return facts
-
-
-def _span(seconds: float) -> str:
-    return span_text(seconds) if seconds >= 60 else f"{seconds:.3g} s"
 
 
 def _index(jain: float | None) -> str:

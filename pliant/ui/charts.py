@@ -160,6 +160,18 @@ def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", l
     return options
 
 
+PHASE_NAMES = {"compute_s": "turns", "wait_s": "waiting", "other_s": "rest of the program"}
+
+
+def phases(given: Mapping[str, Series], window: StepWindow) -> Options:
+    """Return a chart of how the time of steps divides, one phase above the other."""
+    options = curves(given, window, unit="s", least=0)
+    options["series"] = [each for each in options["series"] if not each["silent"]]
+    for each in options["series"]:
+        each |= {"stack": "phases", "areaStyle": {"opacity": 0.4}}
+    return options
+
+
 def description(given: Mapping[str, Series], window: StepWindow) -> str:
     """Describe the curves in words, for screen readers."""
     told = []

@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.duration import span_text
+from pliant.duration import duration_text, span_text
 from pliant.fed.participation import Participation, RoundClients
 from pliant.record import Fact
 
@@ -70,6 +70,12 @@ class Series:
         """Return the last x whose y is not above `y`, for a series that never falls; None if there is none."""
         place = bisect_right(self._y, y)
         return self._x[place - 1] if place else None
+
+    @property
+    def average(self) -> float:
+        """The mean of all y; 0 if there are none."""
+        good = _finite(np.array(self._x), np.array(self._y))[1]
+        return float(good.mean()) if len(good) else 0.0
 
     def cut(self, after: float) -> None:
         """Remove the points after this x."""
@@ -204,6 +210,10 @@ MOST_EVENTS = 5000
 MOST_CALLS = 12
 """Calls of a stack that are shown. All are in the record."""
 MEASURED = ("noise_scale", "variance")
+PHASES = ("compute_s", "wait_s", "slowest", "slowest_s", "gpu_bytes", "gpu_use")
+"""How the time of a step divides, whom the others waited for (a rank, with its own time), and what the GPUs did."""
+RECENT_STEPS = 100
+"""Steps for which the page and `pliant top` say whom the others waited for."""
 LR = "learning rate"
 """Beginning of the text of decisions on the learning rate."""
 WORKING_S = 30.0
@@ -250,7 +260,8 @@ class JobTimeline:
     values: dict[str, Series] = field(default_factory=dict)
     """Values that the program reports, such as the loss, by name and step."""
     figures: dict[str, Series] = field(default_factory=dict)
-    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance, by step."""
+    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance, PHASES and other_s (the
+    time of a step that neither the turns nor waiting have), by step."""
     times: Series = field(default_factory=Series)
     """Unix time of each step."""
     events: deque[TimelineEvent] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -280,6 +291,43 @@ class JobTimeline:
         """Number of workers in the last step, or in the view if no step is known."""
         told = self.figures["workers"].last if "workers" in self.figures else None
         return int(told) if told is not None else len(self.views[-1].workers) if self.views else 0
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Return where the time of the newest steps went, whom the others waited for, and what the GPUs did, in words.
+
+        Of a federated job, how its clients took part.
+        """
+        if self.federated is not None:
+            return self.federated.clients.figures().facts() if self.federated.rounds else []
+        recent = {name: series.part(self.step - RECENT_STEPS + 1, self.step) for name, series in self.figures.items()}
+        facts = []
+        means = {name: recent[name].average for name in ("compute_s", "wait_s", "other_s") if name in recent}
+        if (whole := sum(means.values())) > 0:
+            shares = {name: f"{mean / whole:.0%}" for name, mean in means.items()}
+            facts.append(
+                (
+                    "a step takes",
+                    f"{duration_text(whole)}: {shares['compute_s']} in turns, {shares['wait_s']} waiting for other workers, "
+                    f"{shares['other_s']} in the rest of the program",
+                )
+            )
+        if self.views and "slowest" in recent:
+            since = max(self.views[-1].step, self.step - RECENT_STEPS)
+            ranks = [int(rank) for step, rank in recent["slowest"] if step > since]
+            facts += self._waited_for(ranks, recent["slowest_s"].last) if ranks else []
+        if (held := self.figures.get("gpu_bytes")) is not None and held.last:
+            facts.append(("GPU memory", f"{held.last / 2**30:.1f} GiB held by torch, on the worker that holds most"))
+            facts.append(("GPU use", f"{recent['gpu_use'].average:.0%} of the time, mean of the workers"))
+        return facts
+
+    def _waited_for(self, ranks: Sequence[int], own_s: float | None) -> list[tuple[str, str]]:
+        """Describe whom the others waited for most often in the newest steps of this view."""
+        [(rank, times)] = Counter(ranks).most_common(1)
+        workers = self.views[-1].workers
+        name = workers[rank] if 0 <= rank < len(workers) else "unknown"
+        own = "" if own_s is None else f"; without its waits, the last step of the slowest took {duration_text(own_s)}"
+        return [("others wait for", f"rank {rank} ({name}) in {times} of the last {plural(len(ranks), 'step')}{own}")]
 
     def step_at(self, time_s: float) -> int | None:
         """Return the last step that was done by then; None if there was none."""
@@ -332,9 +380,12 @@ class JobTimeline:
     def _step(self, fact: Fact) -> None:
         self.step, data = fact.step, fact.data
         self.times.add(fact.step, fact.time_s)
-        for name in ("samples_per_s", "step_s", "workers", *MEASURED):
-            if (value := _number(data.get(name))) is not None and (value > 0 or name in MEASURED):
+        for name in ("samples_per_s", "step_s", "workers", *MEASURED, *PHASES):
+            if (value := _number(data.get(name))) is not None and (value > 0 or name in (*MEASURED, *PHASES)):
                 self.figures.setdefault(name, Series()).add(fact.step, value)
+        step_s, compute_s, wait_s = (_number(data.get(name)) for name in ("step_s", "compute_s", "wait_s"))
+        if step_s is not None and compute_s is not None and wait_s is not None:
+            self.figures.setdefault("other_s", Series()).add(fact.step, max(0.0, step_s - compute_s - wait_s))
         if (batch := _number(data.get("batch_size"))) is not None:
             self.figures.setdefault("batch_size", Series()).add(fact.step, batch * self.replicas)
         values = data.get("values")

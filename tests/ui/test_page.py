@@ -114,6 +114,8 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     page.locator(".event", has_text="1 → 2 workers").wait_for()
     until(lambda: fact(page, "workers") == "2", "the page to show both")
     until(lambda: page.locator(".square").count() == 2, "a square for each")
+    page.locator(".figures", has_text="waiting for other workers").filter(has_text="others wait for").wait_for()
+    page.get_by_role("heading", name="Where the time of a step goes").wait_for()
     page.locator(".log", has_text="step").wait_for()
 
     # On a phone nothing is wider than the screen.

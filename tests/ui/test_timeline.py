@@ -161,6 +161,31 @@ def test_events_say_what_and_why() -> None:
     assert not timeline.is_running(now_s=1010.0)
 
 
+def timed(number: int, compute_s: float, wait_s: float, slowest: int, **more: Any) -> Fact:
+    return step(number, compute_s=compute_s, wait_s=wait_s, slowest=slowest, slowest_s=0.09, **more)
+
+
+def test_phases_and_who_is_waited_for_are_those_of_the_newest_steps() -> None:
+    long_ago = [timed(number, 0.1, 0.0, 0) for number in range(2, 200)]
+    newest = [timed(number, 0.06, 0.03, 1 if number % 4 else 0) for number in range(200, 300)]
+    timeline = told(view(1, A, B), step(1), *long_ago, *newest)
+    facts = dict(timeline.facts)
+    assert (
+        facts["a step takes"] == "100 ms: 60% in turns, 30% waiting for other workers, 10% in the rest of the program"
+    )
+    assert facts["others wait for"].startswith(f"rank 1 ({B}) in 75 of the last 100 steps; ")
+    assert "GPU memory" not in facts
+    drawn = charts.phases({name: timeline.figures[name] for name in charts.PHASE_NAMES}, StepWindow.of(timeline))
+    assert [each["data"][-1][1] for each in drawn["series"]] == pytest.approx([0.06, 0.03, 0.01])
+    # Ranks of a view that has ended are others now.
+    timeline.add([view(300, C, A), step(300), timed(301, 0.06, 0.03, 0)])
+    assert dict(timeline.facts)["others wait for"].startswith(f"rank 0 ({C}) in 1 of the last 1 step; ")
+    timeline.add([timed(302, 0.06, 0.03, 0, gpu_bytes=3 << 30, gpu_use=0.5)])
+    assert dict(timeline.facts)["GPU memory"].startswith("3.0 GiB ")
+    assert dict(timeline.facts)["GPU use"].startswith("50% of the time")
+    assert told(step(1), step(2)).facts == [], "the control: a record of version 0.1 does not tell"
+
+
 @pytest.mark.parametrize(
     "broken",
     [
