@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import records
 import uvicorn
+from command import command
 from pages import Home
 from patience import until
 from rich.console import Console
@@ -29,6 +30,7 @@ from pliant.elastic.http_server import uvicorn_config
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import ConfigError
+from pliant.fed.report import read_curve
 from pliant.jobs.api import JobsApi
 from pliant.jobs.client import JobsClient, ServerAddress
 from pliant.jobs.scheduler import Scheduler
@@ -38,6 +40,7 @@ from pliant.record import Recorder
 from pliant.sched.policies import make_policy
 from pliant.sched.tenants import Tenant
 from pliant.tokens import token_hash
+from pliant.ui import widgets
 from pliant.ui.cluster_chart import tenant_in_words
 from pliant.ui.jobs import Watcher
 from pliant.ui.sources import (
@@ -173,7 +176,7 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
     assert "gns: noise scale" in text, "a decision with its reason"
     assert "step 1200: loss 0.2" in text, "the newest lines of its log, without what a terminal would obey"
     text = _text(watcher, "speech")
-    for told in ("accuracy in %", "round in s", "clients picked so far; round 30: 10 aggregated, "):
+    for told in ("accuracy in %", "round in s", "clients picked ", "fairness (Jain)", "round 30: 10 aggregated, "):
         assert told in text, told
     assert "no job is called ghost" in _text(watcher, "ghost")
     known = {job.name: job.key for job in watcher.known.jobs.values()}
@@ -184,6 +187,30 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
         watcher.known.job(f"more {number}", f"more {number}")
     assert "and 23 more" in _text(watcher, "more 29", height=27)
     assert "more 29" in _text(watcher, "more 29", height=27), "what is chosen stays in sight"
+
+
+def test_clients_have_the_same_figures_in_the_report_on_the_page_and_in_top(tmp_path: Path) -> None:
+    path = records.write(tmp_path / "speech" / "record.jsonl", records.federated(30))
+    watcher = Watcher([RecordSource(tmp_path)])
+    watcher.poll()
+    (job,) = watcher.known.jobs.values()
+    assert job.timeline.federated is not None
+    figures = read_curve(path).clients
+    assert figures is not None
+    assert job.timeline.federated.clients.figures() == figures
+    in_terminal, on_page = _text(watcher, "speech"), widgets.figure_table(figures.facts())
+    report = command("report", str(path), "--json", str(tmp_path / "report.json"))
+    top = command("top", str(tmp_path), "--json")
+    for name, told in figures.facts():
+        for shown in (in_terminal, on_page, report.stdout):
+            assert told in shown, name
+    assert f"{figures.picked.clients} of 300; {figures.picked.never} never" in in_terminal
+    (reported,) = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert json.loads(top.stdout)["jobs"][0]["clients"] == reported["clients"]
+    # The control: another round, and all of them say something else.
+    facts = list(records.federated(31))
+    records.write(path, iter(facts[:-1]))
+    assert read_curve(path).clients != figures
 
 
 def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
