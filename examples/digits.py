@@ -5,6 +5,7 @@ pliant run -np 2 examples/digits.py                                        # one
 pliant run -w -np 2 --resize-schedule 40:1,80:2 examples/digits.py         # the number of workers changes twice
 """
 
+import argparse
 import hashlib
 
 import torch
@@ -17,6 +18,10 @@ import pliant
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=5)
+    args = parser.parse_args()
+
     torch.set_num_threads(1)
     torch.manual_seed(1)
     images, labels = load_digits(return_X_y=True)
@@ -27,10 +32,12 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = job.wrap(model, optimizer)
     loader = job.loader(dataset, batch_size=32, shuffle=True)
-    for epoch in job.epochs(5):
+    for epoch in job.epochs(args.epochs):
         for step in loader:
             for x, y in step:
-                F.cross_entropy(model(x), y).backward()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                step.log(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
         if job.is_first:

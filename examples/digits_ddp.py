@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/digits_ddp.py                         # prints the same hash as digits.py
 """
 
+import argparse
 import hashlib
 
 import torch
@@ -16,6 +17,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=5)
+    args = parser.parse_args()
+
     torch.set_num_threads(1)
     torch.manual_seed(1)
     images, labels = load_digits(return_X_y=True)
@@ -27,10 +32,11 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-    for epoch in range(5):
+    for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
@@ -39,7 +45,8 @@ def main() -> None:
         state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         right = (model.eval()(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
         print(f"model {hashlib.sha256(state).hexdigest()[:16]}, {right:.1%} right", flush=True)
-    del model  # torch 2.13 may hang when a model outlives its process group
+    dist.barrier()  # gloo's threads are done with the gradients: torch 2.13 may abort at the end otherwise
+    del model  # it may hang when a model outlives its process group
     dist.destroy_process_group()
 
 

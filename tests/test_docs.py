@@ -119,8 +119,9 @@ def test_the_command_reference_is_not_stale() -> None:
     assert cli_reference.PAGE.read_text() == cli_reference.page(), "run `python scripts/cli_reference.py`"
 
 
-def test_the_difference_from_ddp_is_that_of_the_examples() -> None:
-    [shown] = re.findall(r"```diff\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/first-five-minutes.md"])
+def test_the_difference_from_ddp_is_that_of_the_examples(page: str) -> None:
+    [shown] = re.findall(r"```diff\n(.*?)\n```", (ROOT / page).read_text(), re.DOTALL)
     for sign, name in (("-", "digits_ddp.py"), ("+", "digits.py")):
         program = (ROOT / "examples" / name).read_text()
         lines = [re.sub(r"  +#.*", "", line[1:]) for line in shown.splitlines() if line[0] in (sign, " ")]

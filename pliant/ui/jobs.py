@@ -38,7 +38,7 @@ EVENT_KINDS = {
 }  # fmt: skip
 """Kind of timeline event for each event of the scheduler; all others belong to the start of a job."""
 NO_RECORD = "it writes no record that is known here: start it with --record FILE to see its curves"
-NO_VALUES = "its program reports no loss: job.report(loss=...) makes a curve of it"
+NO_VALUES = "its program reports no loss: step.log(loss=loss) makes a curve of it"
 
 
 # --- files that grow ---
