@@ -247,7 +247,7 @@ def test_an_elastic_policy_of_ones_own_shrinks_what_is_borrowed() -> None:
 
 # --- processes ---
 
-EPOCHS = {"conv": 60, "adamw": 8, "nesterov": 8}
+EPOCHS = {"conv": 30, "adamw": 5, "nesterov": 5}
 WITHIN_S = 5.0
 """Until borrowed devices are given back; a second on a machine that does nothing else."""
 
@@ -278,8 +278,8 @@ def test_three_tenants_borrow_and_give_back_four_slots_and_their_jobs_keep_their
     (tmp_path / "tenants.yml").write_text("".join(entries))
     gates = {name: tmp_path / f"{name}.gate" for name in EPOCHS}
     for name, gate in gates.items():
-        open_gate(gate, 290 if name == "conv" else 30)  # nobody finishes before everything has happened
-    args = {name: [name, "4", str(EPOCHS[name]), "turn_s=0.1", f"gate={gates[name]}"] for name in EPOCHS}
+        open_gate(gate, 140 if name == "conv" else 20)  # nobody finishes before everything has happened
+    args = {name: [name, "4", str(EPOCHS[name]), "turn_s=0.05", f"gate={gates[name]}"] for name in EPOCHS}
     flags = ("--devices", "cpu=4", "--interval", "300ms", "--tenants", str(tmp_path / "tenants.yml"))
     with serving(tmp_path / "state", *flags) as server, contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(server.client_of(token)) for name, token in TOKENS.items()}
