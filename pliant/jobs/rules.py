@@ -317,10 +317,12 @@ class SchedulerState:
             return ""
         return job.tenant if job.tenant in self.shares.tenants else OTHERS
 
-    def used_by(self, tenant: str) -> Counter[str]:
-        """Return the devices by type that nobody but the tenant's jobs can have now."""
-        mine = [job for job in self.jobs.values() if self.tenant_of(job) == tenant]
-        return Counter({kind: sum(job.used(kind) for job in mine) for kind in self.devices})
+    def used_by_tenant(self) -> dict[str, Counter[str]]:
+        """Return by tenant the devices of each type that nobody but its jobs can have now."""
+        used = {name: Counter[str]() for name in (self.shares.tenants if self.shares is not None else ())}
+        for job in self.jobs.values() if used else ():
+            used[self.tenant_of(job)].update({kind: job.used(kind) for kind in self.devices})
+        return used
 
     @property
     def reserved_is_free(self) -> bool:
@@ -484,7 +486,7 @@ class SchedulerState:
             return {}
         alive = [job for job in self.jobs.values() if not job.is_over and not job.ending and job.may_use(self.devices)]
         alive.sort(key=lambda job: (-job.demand.priority, job.number))
-        room = {tenant: self._room(tenant) for tenant in {self.tenant_of(job) for job in alive}}
+        room = self._room()
         asked = [job.for_policy(rank, room[self.tenant_of(job)], self.devices, now_s) for rank, job in enumerate(alive)]
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
         policy = self.shares or self.policy
@@ -498,13 +500,16 @@ class SchedulerState:
         stranded: Changes = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
         return self._within_bounds(alive, {**stranded, **changes})
 
-    def _room(self, tenant: str) -> dict[str, int]:
-        """Return the devices by type that are free, or that others must leave because they are in the tenant's quota."""
+    def _room(self) -> dict[str, dict[str, int]]:
+        """Return by tenant the devices that are free, or that others must leave because they are in the tenant's quota."""
         free = {kind: self.free(kind) for kind in self.devices}
         if self.shares is None:
-            return free
-        quota, used = self.shares.tenants[tenant].quota, self.used_by(tenant)
-        return {kind: max(count, quota.get(kind, 0) - used[kind]) for kind, count in free.items()}
+            return {"": free}
+        used, quotas = self.used_by_tenant(), {name: each.quota for name, each in self.shares.tenants.items()}
+        return {
+            name: {kind: max(count, quotas[name].get(kind, 0) - used[name][kind]) for kind, count in free.items()}
+            for name in used
+        }
 
     def _within_bounds(self, ranked: list[ManagedJob], changes: Changes) -> Changes:
         """Take devices that are reserved or gone from the last jobs: some policies never take anything back."""
@@ -638,17 +643,18 @@ class SchedulerState:
                 job.leave_by_s = None
             elif now_s >= job.leave_by_s and job.is_leaving and not job.is_uninformed and self._is_owed(job):
                 job.leave_by_s = now_s + END_GRACE_S  # again, should they not die
-                self._note(job, "dropped", "workers did not leave another tenant's devices in time: killed")
+                self._note(job, "dropped", "workers on another tenant's devices were killed: their step took too long")
                 self._actions.append(DropWorkers(job.name))
 
     def _is_owed(self, leaving: ManagedJob) -> bool:
         """Return whether another tenant's job is given devices that this one has not left, and the tenant is owed them."""
         owed = self.shares.owed if self.shares is not None else {}
         kinds = [kind for kind in owed if leaving.occupied.get(kind, 0) > leaving.asked.get(kind, 0)]
+        used = self.used_by_tenant()
         for job in self.jobs.values():
             tenant = self.tenant_of(job)
             if tenant != self.tenant_of(leaving) and any(
-                job.target.get(kind, 0) > job.asked.get(kind, 0) and self.used_by(tenant)[kind] < owed[kind][tenant]
+                job.target.get(kind, 0) > job.asked.get(kind, 0) and used[tenant][kind] < owed[kind][tenant]
                 for kind in kinds
             ):
                 return True

@@ -40,6 +40,7 @@ from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.status import (
     JobDetail,
     JobStatus,
+    TenantStatus,
     check_forgettable,
     record_path,
     stored_detail,
@@ -301,9 +302,10 @@ class Scheduler:
     def statuses(self, by: str = "") -> list[JobStatus]:
         """Return the status of all jobs, also of those in the foreground."""
         with self._changed:
-            others = self._unscheduled()
-            mine = [self._status(job) for job in sorted(self._state.jobs.values(), key=lambda job: job.number)]
-            return [job for job in mine + others if by in ("", job.tenant)]
+            others, tenants = self._unscheduled(), tenant_statuses(self._state)
+            ranked = sorted(self._state.jobs.values(), key=lambda job: job.number)
+            mine = [self._status(job, tenants) for job in ranked if by in ("", job.tenant)]
+            return mine + [job for job in others if by in ("", job.tenant)]
 
     def status(self, name: str, by: str = "") -> JobStatus:
         with self._changed:
@@ -372,7 +374,7 @@ class Scheduler:
                 "jobs": {job.name: dict(job.asked) for job in state.active if by in ("", job.tenant)},
                 "policy": state.policy.name,
                 "policy_error": state.policy_error,
-                "tenants": [each.model_dump(mode="json") for each in tenant_statuses(state)],
+                "tenants": [each.model_dump(mode="json") for each in tenant_statuses(state).values()],
             }
 
     # --- jobs ---
@@ -401,10 +403,10 @@ class Scheduler:
         found = stored_statuses(rows, self._store.runs(), self._store.directory)
         return [job for job in found if job.name not in self._state.jobs]
 
-    def _status(self, job: ManagedJob) -> JobStatus:
+    def _status(self, job: ManagedJob, tenants: Mapping[str, TenantStatus] | None = None) -> JobStatus:
         row = {**self._row(job), "name": job.name, "scheduled": True}
         status = stored_status(row)
-        if why := why_waits(self._state, job):
+        if why := why_waits(self._state, job, tenant_statuses(self._state) if tenants is None else tenants):
             status = status.model_copy(update={"why": why})
         if job.state != RUNNING:
             return status

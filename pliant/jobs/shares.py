@@ -15,12 +15,12 @@ MOST_NAMED = 3
 _TINY = 1e-6
 
 
-def tenant_statuses(state: SchedulerState) -> list[TenantStatus]:
-    """Return each tenant's share and what it has now; `others` only if it has jobs or is in the file of tenants."""
+def tenant_statuses(state: SchedulerState) -> dict[str, TenantStatus]:
+    """Return by name each tenant's share and what it has; `others` only if it has jobs or is in the file of tenants."""
     if state.shares is None:
-        return []
+        return {}
     counts = Counter((state.tenant_of(job), job.is_active) for job in state.jobs.values() if not job.is_over)
-    used = {name: state.used_by(name) for name in state.shares.tenants}
+    used = state.used_by_tenant()
     there = [
         tenant
         for name, tenant in state.shares.tenants.items()
@@ -30,8 +30,8 @@ def tenant_statuses(state: SchedulerState) -> list[TenantStatus]:
         kind: full_shares(max(0, count - state.reserved.get(kind, 0)), kind, there)
         for kind, count in state.devices.items()
     }
-    return [
-        TenantStatus(
+    return {
+        tenant.name: TenantStatus(
             name=tenant.name,
             weight=tenant.weight,
             priority=tenant.priority,
@@ -47,14 +47,13 @@ def tenant_statuses(state: SchedulerState) -> list[TenantStatus]:
             waiting=counts[tenant.name, False],
         )
         for tenant in there
-    ]
+    }
 
 
-def why_waits(state: SchedulerState, job: ManagedJob) -> str:
-    """Return why a job waits, by what its tenant and the others have; empty if it does not wait, or for no tenant."""
-    if state.shares is None or job.state not in (WAITING, PUT_OFF):
+def why_waits(state: SchedulerState, job: ManagedJob, statuses: Mapping[str, TenantStatus]) -> str:
+    """Return why a job waits, by what its tenant and the others have (`tenant_statuses`); empty if there is no such reason."""
+    if job.state not in (WAITING, PUT_OFF) or not statuses:
         return ""
-    statuses = {each.name: each for each in tenant_statuses(state)}
     if job.target:
         leaving = sorted(
             state.tenant_of(each)
@@ -73,7 +72,7 @@ def why_waits(state: SchedulerState, job: ManagedJob) -> str:
 
 
 def _after(job: ManagedJob, reason: str) -> str:
-    return f"{job.why}; {reason}" if job.state == PUT_OFF else reason
+    return f"put off, {reason}" if job.state == PUT_OFF else reason
 
 
 def _own_share(job: ManagedJob, mine: TenantStatus, kind: str, devices: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from pliant.jobs.rules import Action, Demand, ManagedJob, NoteEvent, ResizeRun, 
 from pliant.jobs.scheduler import demand_of
 from pliant.jobs.schema import job_from_json
 from pliant.sched import policies as schedulers
+from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.tenants import Tenant
 
 
@@ -21,9 +22,12 @@ def spec(name: str, **said: Any) -> Demand:
 class World:
     """A state, and runners that do what they are told when the test says so."""
 
-    def __init__(self, policy: str = "easyscale-heter", tenants: Sequence[Tenant] = (), **devices: int) -> None:
+    def __init__(
+        self, policy: str | SchedulingPolicy = "easyscale-heter", tenants: Sequence[Tenant] = (), **devices: int
+    ) -> None:
         self.now_s = 1000.0
-        self.state = SchedulerState(schedulers.make_policy(policy), devices or {"cpu": 4}, tenants=tenants)
+        chosen = schedulers.make_policy(policy) if isinstance(policy, str) else policy
+        self.state = SchedulerState(chosen, devices or {"cpu": 4}, tenants=tenants)
         self.done: list[Action] = []
         self.deaf: set[str] = set()
 

@@ -415,6 +415,7 @@ class Storm(World):
     """Random events; after each, nobody has what is not there."""
 
     def check(self) -> None:
+        assert not self.state.policy_error
         for kind, count in self.state.devices.items():
             used = sum(job.used(kind) for job in self.state.jobs.values())
             assert used <= count, f"{used} of {count} {kind} in use"

@@ -25,6 +25,7 @@ from pliant.jobs.scheduler import Scheduler
 from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.store import JobStore
 from pliant.sched import policies as schedulers
+from pliant.sched.cluster import Changes, Cluster, ClusterJobs, SchedulingPolicy
 from pliant.sched.tenants import Tenant
 from pliant.tokens import token_hash
 
@@ -38,7 +39,7 @@ THREE = (
 
 
 def why(world: World, name: str) -> str:
-    return why_waits(world.state, world.job(name))
+    return why_waits(world.state, world.job(name), tenant_statuses(world.state))
 
 
 # --- rules ---
@@ -58,7 +59,7 @@ def test_what_is_idle_is_borrowed_and_given_back_when_its_owner_submits() -> Non
     world.settle()
     world.look()
     assert (world.job("a1").asked, world.job("b1").asked) == ({"cpu": 2}, {"cpu": 2})
-    shares = {each.name: each for each in tenant_statuses(world.state)}
+    shares = tenant_statuses(world.state)
     assert {name: each.share for name, each in shares.items()} == {"a": {"cpu": 2}, "b": {"cpu": 1}, "c": {"cpu": 1}}
     assert {name: each.borrowed for name, each in shares.items()} == {"a": {}, "b": {"cpu": 1}, "c": {}}
     assert [(each.running, each.waiting) for each in shares.values()] == [(1, 0), (1, 0), (0, 0)]
@@ -212,10 +213,10 @@ def test_a_server_that_begins_anew_knows_whose_jobs_there_are(backend: PaperBack
         assert apis.b.get("/jobs/mine").status_code == 403
 
 
-class OneEach(schedulers.SchedulingPolicy):
+class OneEach(SchedulingPolicy):
     """A policy of one's own that knows nothing of tenants."""
 
-    def allocate(self, jobs: schedulers.ClusterJobs, cluster: schedulers.Cluster, now: float) -> schedulers.Changes:
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
         free, changes = cluster.free(jobs), {}
         for job in jobs.waiting():
             if free[job.preferred] > 0:
@@ -224,9 +225,8 @@ class OneEach(schedulers.SchedulingPolicy):
         return changes
 
 
-def test_a_policy_of_ones_own_decides_within_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "make_policy", lambda name: OneEach())
-    world = World(tenants=THREE)
+def test_a_policy_of_ones_own_decides_within_shares() -> None:
+    world = World(OneEach(), THREE)
     for number in range(4):
         world.submit(f"b{number}", "b")
     world.settle()
@@ -236,9 +236,18 @@ def test_a_policy_of_ones_own_decides_within_shares(monkeypatch: pytest.MonkeyPa
     assert world.state.policy_error == ""
 
 
+def test_an_elastic_policy_of_ones_own_shrinks_what_is_borrowed() -> None:
+    world = World(f"{Path(__file__).parents[2]}/examples/equal_shares.py:EqualShares", THREE)
+    assert world.submit("b1", "b") == [StartRun("b1", {"cpu": 4})]
+    world.settle()
+    assert world.submit("a1", "a", max=2) == [ResizeRun("b1", {"cpu": 2})]
+    world.settle()
+    assert world.look() == [StartRun("a1", {"cpu": 2})]
+
+
 # --- processes ---
 
-EPOCHS = {"conv": 60, "adamw": 8, "nesterov": 8}
+EPOCHS = {"conv": 30, "adamw": 5, "nesterov": 5}
 WITHIN_S = 5.0
 """Until borrowed devices are given back; a second on a machine that does nothing else."""
 
@@ -269,8 +278,8 @@ def test_three_tenants_borrow_and_give_back_four_slots_and_their_jobs_keep_their
     (tmp_path / "tenants.yml").write_text("".join(entries))
     gates = {name: tmp_path / f"{name}.gate" for name in EPOCHS}
     for name, gate in gates.items():
-        open_gate(gate, 290 if name == "conv" else 30)  # nobody finishes before everything has happened
-    args = {name: [name, "4", str(EPOCHS[name]), "turn_s=0.1", f"gate={gates[name]}"] for name in EPOCHS}
+        open_gate(gate, 140 if name == "conv" else 20)  # nobody finishes before everything has happened
+    args = {name: [name, "4", str(EPOCHS[name]), "turn_s=0.05", f"gate={gates[name]}"] for name in EPOCHS}
     flags = ("--devices", "cpu=4", "--interval", "300ms", "--tenants", str(tmp_path / "tenants.yml"))
     with serving(tmp_path / "state", *flags) as server, contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(server.client_of(token)) for name, token in TOKENS.items()}
