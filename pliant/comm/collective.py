@@ -500,6 +500,8 @@ class Collectives:
         self.runnable.clear()
         self._matcher.close()
         self._buffers.close()
+        self.specs.close()
+        self.memory_map.close()
 
     def take_over_from(self, former: Collectives) -> None:
         """Keep the memory of a retired view to which peers may still write."""

@@ -241,7 +241,9 @@ class OpenOperations:
         operation.burst.open -= 1
         self.completed.append(operation)
         if self._former_memory and self._proves_arrival(operation.compiled.spec):
-            self._former_memory.clear()
+            for failed in self._former_memory:
+                failed.clear()
+            self._former_memory = []
 
     def _proves_arrival(self, spec: Spec) -> bool:
         """Return whether completion of a collective with this spec means that every worker has entered this view."""

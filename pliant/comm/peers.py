@@ -134,6 +134,17 @@ class SharedMemoryMap:
         for act in self._on_mapped.pop((rank, arena), []):
             act()
 
+    def close(self) -> None:
+        """Let go of the memory of peers, because the view is left: that of those that are gone is unmapped.
+
+        Not when the garbage is collected, which is rare, as a program with torch has very many objects.
+        """
+        self._spans.clear()
+        self._on_mapped.clear()
+        for link in self.peers.links.values():
+            if link.closed:
+                link.arenas.clear()
+
     def is_mapped(self, places: Iterable[Place], otherwise: Callable[[], None]) -> bool:
         """Return whether all places are mapped; if not, `otherwise` is called once the missing arena is.
 
@@ -184,6 +195,14 @@ class SpecRegistry:
     def channel_tags(self) -> dict[int, bytes]:
         """Return the tag of each of our channels, by its number here."""
         return {number: channel_tag(channel) for channel, number in self._channels.items()}
+
+    def close(self) -> None:
+        """Let go of all memory that plans have kept for the next time, because the view is left."""
+        for registered in list(self._registered.values()):
+            for compiled in list(registered.plans.values()):
+                compiled.offering.clear()
+                compiled.cached_steps.clear()
+                compiled.offers.clear()
 
 
 class NoticeBatch:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from gang import FULL, addresses, gang, left_behind, listen, say, specs
 from views import check_sums, opened, subview
 
 from pliant.cluster import View, Worker
+from pliant.comm.memory import Span
 from pliant.errors import CommError, ViewChanged, WorkerLost
 from pliant.identity import WorkerSpec
 
@@ -177,6 +180,41 @@ def test_a_worker_that_was_killed_comes_back_under_its_name(hosts: str) -> None:
             assert rest.results(30) == ["met again"] * 2
             second.tell(0, "done")
             assert second.hear(0, 30) == "done"
+
+
+FAILED = 123_457
+"""Elements of a sum that fails with each loss."""
+
+
+def survivor_of_many(rank: int, spec: WorkerSpec, times: int) -> tuple[list[int], list[int]]:
+    """Sum with a worker that is killed again and again; return how many pieces of shared memory were mapped each
+    time, and how many were kept for sums that had failed."""
+    gc.disable()  # what is not used any more must go at once: torch has so many objects that a collection is rare
+    mapped, kept = [], []
+    with opened(spec) as transport:
+        for number in range(times):
+            transport.connect(spec.view.workers, number, timeout_s=20)
+            engine = transport.enter(View(number, spec.view.workers, spec.view.runners))
+            check_sums(engine, spec.worker)
+            mapped.append(Path("/proc/self/maps").read_text().count("memfd:pliant "))
+            kept.append(sum(type(each) is Span and len(each.flat) == FAILED for each in gc.get_objects()))
+            say("met")
+            with pytest.raises(WorkerLost):
+                engine.all_reduce("never", torch.ones(FAILED)).wait(20)
+    return mapped, kept
+
+
+def test_the_memory_of_those_that_are_gone_is_given_back_at_once() -> None:
+    members, times = specs(addresses("AA")), 5
+    with gang(survivor_of_many, [(members[0], times)]) as rest:
+        for number in range(times):
+            with gang(mortal, [(members[1], number)]) as newcomer:
+                assert newcomer.results(30) == ["met"]
+                assert rest.hear(0, 30) == "met"
+                newcomer.kill(0)
+        mapped, kept = rest.results(30)[0]
+    assert len(set(mapped)) == 1, f"mapped pieces after each change: {mapped}"
+    assert kept == [0] * times, f"pieces of failed sums that were kept after each change: {kept}"
 
 
 def parent(rank: int, spec: WorkerSpec) -> float:
