@@ -215,7 +215,7 @@ def _picked(fed: FederatedTimeline) -> Text:
 def _figure_table(facts: Sequence[tuple[str, str]]) -> Table:
     """Return figures that are sentences, with their names."""
     table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, style="dim", min_width=max(len(name) for name, _ in facts))
     table.add_column(no_wrap=True, overflow="ellipsis")
     for name, text in facts:
         table.add_row(Text(name), Text(strip_controls(text)))
