@@ -352,8 +352,9 @@ class JobTimeline:
             )
         if self.views and "slowest" in recent:
             since = max(self.views[-1].step, self.step - RECENT_STEPS)
-            ranks = [int(rank) for step, rank in recent["slowest"] if step > since]
-            facts += self._waited_for(ranks, recent["slowest_s"].last) if ranks else []
+            ranks = [int(rank) for step, rank in recent["slowest"] if step > since and math.isfinite(rank)]
+            own_s = recent["slowest_s"].last if "slowest_s" in recent else None
+            facts += self._waited_for(ranks, own_s) if ranks else []
         return [*facts, *_gpu_facts(recent)]
 
     def _waited_for(self, ranks: Sequence[int], own_s: float | None) -> list[tuple[str, str]]:
