@@ -3,7 +3,8 @@
 The kinds of facts are `start` (the program and its settings), `step` (measurements), `view` (the workers have changed),
 `workers` (their names and topology, at a view's first step), `links` (rates between hosts, if a policy measured them),
 `decision` (what a policy has changed, and why), `stall` (a worker that keeps the others waiting, with its stack), `gap`
-(how many facts are missing here, because the disk was full or failing) and `end`. The decisions on batch sizes and learning rates are enough to repeat the run.
+(how many facts are missing here, because the disk was full or failing) and `end`. A federated job writes `round`, `test`,
+`workers` (its worker processes) and `work` (how long a round really took, and who was waited for). The decisions on batch sizes and learning rates are enough to repeat the run.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -25,6 +27,7 @@ from pliant.channel import Channel, ChannelServer
 from pliant.errors import CommError, ConfigError, LaunchError, PliantError, TrainError
 from pliant.fed import messages
 from pliant.fed.config import FedConfig
+from pliant.fed.history import WorkFigures
 from pliant.fed.messages import Connection, FedMessage, Silent, TensorLayout
 from pliant.fed.work import Evaluation, Unit, UnitResult, Weights
 from pliant.fed.work_queue import MAX_LOSSES, Assign, Unassign, WorkQueue
@@ -87,6 +90,8 @@ class ConnectedWorker:
     device_kind: str = ""
     model_version: int = 0
     """Version of the model that it was sent last."""
+    gpu: tuple[float, float] = (0.0, 0.0)
+    """Bytes that torch holds on its GPU, and the share of the time in which that computes."""
     leaving: bool = False
     """It announced its end, or was refused: its loss is not the fault of a unit."""
 
@@ -107,6 +112,8 @@ class UnitBatch:
     """The number of the first unit."""
     taken: int = 0
     """How many results have been handed on."""
+    ended_s: dict[int, float] = field(default_factory=dict)
+    """When each worker, by its number, brought its last result, by time.monotonic()."""
 
 
 class Coordinator:
@@ -147,6 +154,10 @@ class Coordinator:
         """The fingerprint that tasks of workers must have: as expected, or that of the first worker."""
         self._device_kind = ""
         self._closing = False
+        self._wait_s = 0.0
+        """Seconds that workers waited for others since `take_figures`, on average."""
+        self._waited_for: Counter[str] = Counter()
+        """Milliseconds that the others waited for each worker since then."""
 
     def __enter__(self) -> Self:
         listener = _listen(self._host, self._port)
@@ -193,6 +204,30 @@ class Coordinator:
         """Return the workers that are connected."""
         with self._changed:
             return list(self._workers.values())
+
+    def take_figures(self) -> WorkFigures:
+        """Return who is ready, for whom the others waited since the last call, and what the GPUs do."""
+        with self._changed:
+            ready = [worker for worker in self._workers.values() if worker.ready]
+            slowest = max(self._waited_for, key=lambda name: self._waited_for[name], default="")
+            wait_s, self._wait_s = self._wait_s, 0.0
+            self._waited_for.clear()
+        return WorkFigures(
+            tuple(sorted(worker.name for worker in ready)),
+            slowest,
+            wait_s,
+            max((worker.gpu[0] for worker in ready), default=0.0),
+            fmean(worker.gpu[1] for worker in ready) if ready else 0.0,
+        )
+
+    def _note_waits(self, batch: UnitBatch) -> None:
+        """Note how long the workers of a batch waited for the last one of them."""
+        if len(batch.ended_s) > 1:
+            last = max(batch.ended_s, key=lambda number: batch.ended_s[number])
+            waits_s = [batch.ended_s[last] - ended_s for ended_s in batch.ended_s.values()]
+            self._wait_s += fmean(waits_s)
+            name = self._workers[last].name if last in self._workers else "that has left"
+            self._waited_for[name] += round(1000 * sum(waits_s))
 
     def expect_task(self, task: Task) -> None:
         """Refuse workers whose data or model differ from this task; without this call the first worker decides."""
@@ -245,6 +280,7 @@ class Coordinator:
             with self._changed:
                 if self._batch is batch:
                     self._send_orders(self._queue.drop_all())
+                    self._note_waits(batch)
                     self._batch = None
 
     def _start(self, model: Weights, units: Sequence[Unit]) -> UnitBatch:
@@ -399,6 +435,8 @@ class Coordinator:
         result = messages.result_from_json(message.body, message.payload, batch.units[place], batch.layout)
         self._send_orders(self._queue.finish(worker.number, number))
         batch.results[place] = result
+        batch.ended_s[worker.number] = time.monotonic()
+        worker.gpu = _gpu_from_json(message.body.get("gpu"))
         self._assign()
         self._changed.notify_all()
 
@@ -436,6 +474,14 @@ class Coordinator:
                 worker.model_version = batch.version
             unit = messages.unit_to_json(batch.units[order.unit - batch.first])
             worker.connection.send("unit", {"id": order.unit, "unit": unit})
+
+
+def _gpu_from_json(told: object) -> tuple[float, float]:
+    match told:
+        case [int() | float() as held, int() | float() as use] if 0 <= held < 2**60 and 0 <= use <= 1:
+            return float(held), float(use)
+        case _:
+            return 0.0, 0.0
 
 
 def describe_unit(unit: Unit) -> str:

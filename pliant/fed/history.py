@@ -90,6 +90,22 @@ class Point:
         return _parse(_POINT, data)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkFigures:
+    """What workers did since they were last asked."""
+
+    workers: tuple[str, ...] = ()
+    """Names of the worker processes that are ready; empty if this process trains."""
+    slowest: str = ""
+    """The worker for which the others waited longest."""
+    wait_s: float = 0.0
+    """Seconds that workers waited for the last result of their units, on average."""
+    gpu_bytes: float = 0.0
+    """GPU memory that torch holds, on the worker that holds most."""
+    gpu_use: float = 0.0
+    """Share of the time in which the GPUs computed, mean of the workers."""
+
+
 @dataclass(slots=True)
 class History:
     """All rounds and tests of a job."""

@@ -22,6 +22,7 @@ from pliant.errors import CheckpointError, ConfigError, TrainError
 from pliant.fed.aggregation import FedProx, make_aggregator
 from pliant.fed.config import FedConfig
 from pliant.fed.data.task import Task
+from pliant.fed.history import WorkFigures
 from pliant.fed.layered import Layered
 from pliant.fed.local_steps import (
     BatchedTrainer,
@@ -35,6 +36,7 @@ from pliant.fed.local_steps import (
 )
 from pliant.fed.selection.base import mean_of, statistical_utility
 from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights
+from pliant.train.gpu_meter import GpuMeter
 
 PART = 250
 """Test samples that are evaluated at a time, so that intermediate results stay in the CPU's caches."""
@@ -231,6 +233,12 @@ class InProcess:
 
     def __init__(self, task: Task, device: str = "cpu") -> None:
         self._trainer = ClientTrainer(task, device=device)
+        self._gpu = GpuMeter(self._trainer.device)
+
+    def take_figures(self) -> WorkFigures:
+        """Return what the GPU of this process did."""
+        held, use = self._gpu.read(time.monotonic())
+        return WorkFigures(gpu_bytes=held, gpu_use=use)
 
     @property
     def kind(self) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pliant.errors import TrainError
+from pliant.fed.history import WorkFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,15 @@ class DeviceAware(Protocol):
 
     def expect_kind(self, kind: str) -> None:
         """Compute on this kind of device only. Raises CheckpointError if that is impossible."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Workers that measure what they do."""
+
+    def take_figures(self) -> WorkFigures:
+        """Return what was measured since the last call."""
         ...
 
 

@@ -33,6 +33,7 @@ from pliant.fed.messages import Connection, FedMessage, TensorLayout
 from pliant.fed.trainer import ClientTrainer, describe_device
 from pliant.fed.work import Unit, Weights
 from pliant.identity import worker_spec
+from pliant.train.gpu_meter import GpuMeter
 
 log = logging.getLogger("pliant.fed.worker")  # the module's name also if it runs as a program
 
@@ -73,6 +74,7 @@ class FederatedWorker:
         self._device, self._local_rank = device, local_rank
         self._config: FedConfig | None = None
         self._trainer: ClientTrainer | None = None
+        self._gpu = GpuMeter()
         self._about: dict[str, object] = {}
         self._connection: Connection | None = None
         self._model: tuple[TensorLayout, Weights] | None = None
@@ -176,6 +178,7 @@ class FederatedWorker:
         self._trainer = ClientTrainer(task, device=choose_device(self._device or config.device, self._local_rank))
         self._config = config
         device = self._trainer.device
+        self._gpu = GpuMeter(device)
         self._about = {
             "task": messages.fingerprint(task),
             "device": str(device),
@@ -198,7 +201,7 @@ class FederatedWorker:
             why = str(error) if is_final else f"{type(error).__name__}: {error}"
             connection.send("failed", {"id": number, "why": why, "final": is_final})
         else:
-            connection.send("result", {"id": number, **body}, payload)
+            connection.send("result", {"id": number, "gpu": self._gpu.read(time.monotonic()), **body}, payload)
 
     def _leave_now(self, number: int, frame: object) -> None:
         """Say goodbye, so that no unit is blamed, and end the process; a signal handler."""

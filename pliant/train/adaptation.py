@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -553,17 +552,18 @@ def _phases(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
     """Describe how the time of a step divides, whom the others waited for, and what the GPUs did."""
     if not any(each.step_s for each in workers):  # the first step of a view
         return {}
+    count = len(workers)
     found: dict[str, Any] = {
-        "compute_s": round(fmean(each.compute_s for each in workers), 6),
-        "wait_s": round(fmean(each.wait_s for each in workers), 6),
+        "compute_s": round(sum([each.compute_s for each in workers]) / count, 6),
+        "wait_s": round(sum([each.wait_s for each in workers]) / count, 6),
     }
-    if len(workers) > 1:
+    if count > 1:
         own_s = [each.step_s - each.wait_s for each in workers]
         slowest = own_s.index(max(own_s))
         found |= {"slowest": slowest, "slowest_s": round(own_s[slowest], 6)}
     if any(each.gpu_bytes for each in workers):
         found["gpu_bytes"] = int(max(each.gpu_bytes for each in workers))
-        found["gpu_use"] = round(fmean(each.gpu_use for each in workers), 3)
+        found["gpu_use"] = round(sum([each.gpu_use for each in workers]) / count, 3)
     return found
 
 

@@ -21,7 +21,9 @@ class _Utilization(ctypes.Structure):
 class GpuMeter:
     """Reads the GPU that this process computes on. Without one it reads zeros, and loads nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: the one to read; by default the current one."""
+        self._wanted = device
         self._library: ctypes.CDLL | None = None
         self._handle = ctypes.c_void_p()
         self._device = -1
@@ -30,10 +32,13 @@ class GpuMeter:
 
     def read(self, now_s: float) -> tuple[float, float]:
         """Return the bytes that torch holds on the GPU, and the share of the last second in which the GPU computed."""
+        if self._wanted is not None and self._wanted.type != "cuda":
+            return 0.0, 0.0
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return 0.0, 0.0
         if now_s - self._read_s >= PERIOD_S:
-            device = torch.cuda.current_device()
+            wanted = self._wanted.index if self._wanted is not None else None
+            device = torch.cuda.current_device() if wanted is None else wanted
             self._read_s = now_s
             self._found = float(torch.cuda.memory_reserved(device)), self._read_use(device)
         return self._found

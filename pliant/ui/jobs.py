@@ -249,7 +249,13 @@ class ShownJob:
 
     @property
     def num_workers(self) -> int:
-        return len(self.members) or self.timeline.num_workers
+        return len(self.present) or self.timeline.num_workers
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the present workers, by the job's config server or as a federated job's record has them; else empty."""
+        fed = self.timeline.federated
+        return self.members or (fed.workers if fed is not None else ())
 
     @property
     def version(self) -> tuple[object, ...]:

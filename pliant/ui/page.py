@@ -138,7 +138,7 @@ class JobPage:
     def _draw_view(self, job: ShownJob) -> None:
         """Redraw the workers and the topology if they have changed."""
         timeline = job.timeline
-        view = timeline.views[-1] if timeline.views else ViewWorkers(0, job.members, 0) if job.members else None
+        view = timeline.views[-1] if timeline.views else ViewWorkers(0, job.present, 0) if job.present else None
         now = (view, timeline.links)
         if self._view_drawn == now:
             return
@@ -223,6 +223,8 @@ def _federated_facts(fed: FederatedTimeline) -> Sequence[tuple[str, str]]:
         given.append((f"time to {fed.target:g} %", "not yet" if hours is None else span_text(3600 * hours)))
     if fed.epsilon.last is not None:
         given.append(("epsilon", f"{fed.epsilon.last:.3g}"))
+    if fed.workers:
+        given.append(("workers", str(len(fed.workers))))
     return given
 
 

@@ -120,7 +120,7 @@ def _figures(job: ShownJob) -> tuple[str, str, str, str]:
     timeline = job.timeline
     if (fed := timeline.federated) is not None:
         best = "-" if fed.best is None else f"{fed.best:.2f} %"
-        return f"{fed.rounds} rounds", "-", f"{fed.clock_s / 3600:.2f} h", best
+        return f"{fed.rounds} rounds", str(len(fed.workers) or "-"), f"{fed.clock_s / 3600:.2f} h", best
     name, series = next(iter(timeline.values.items()), ("", Series()))
     value = "-" if series.last is None else strip_controls(f"{name} {series.last:.4g}")
     step = "-" if job.step is None else str(job.step)
@@ -147,8 +147,8 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
         parts.append(Text(strip_controls(job.why), "dim"))
     if timeline.views:
         parts.append(_view_line(timeline.views[-1], width))
-    elif job.members:
-        parts.append(_view_line(ViewWorkers(0, job.members, 0), width))
+    elif job.present:
+        parts.append(_view_line(ViewWorkers(0, job.present, 0), width))
     if timeline.links is not None:
         parts.append(_links(timeline.links))
     if facts := timeline.facts:
@@ -215,7 +215,7 @@ def _picked(fed: FederatedTimeline) -> Text:
 def _figure_table(facts: Sequence[tuple[str, str]]) -> Table:
     """Return figures that are sentences, with their names."""
     table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, style="dim", min_width=max(len(name) for name, _ in facts))
     table.add_column(no_wrap=True, overflow="ellipsis")
     for name, text in facts:
         table.add_row(Text(name), Text(strip_controls(text)))

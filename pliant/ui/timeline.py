@@ -152,6 +152,12 @@ class FederatedTimeline:
     """How clients took part."""
     recent: dict[int, RoundClients] = field(default_factory=dict)
     """Clients of the newest rounds."""
+    workers: tuple[str, ...] = ()
+    """Names of the worker processes."""
+    work: dict[str, Series] = field(default_factory=dict)
+    """round_s and test_s of real time, wait_s, gpu_bytes, gpu_use, by round."""
+    slowest: dict[int, str] = field(default_factory=dict)
+    """The worker for which the others waited longest, in each of the newest rounds."""
     target: float | None = None
     """Accuracy at which the job ends, in per cent."""
 
@@ -172,6 +178,36 @@ class FederatedTimeline:
     @property
     def best(self) -> float | None:
         return max((reached for _, reached in self.accuracy), default=None)
+
+    def add_work(self, fact: Fact) -> None:
+        """Add how long a round really took, and what the workers did meanwhile."""
+        for name in ("round_s", "test_s", "wait_s", "gpu_bytes", "gpu_use"):
+            if (value := _number(fact.data.get(name))) is not None:
+                self.work.setdefault(name, Series()).add(fact.step, value)
+        if slowest := fact.data.get("slowest"):
+            self.slowest[fact.step] = str(slowest)
+        if len(self.slowest) > RECENT_STEPS:
+            del self.slowest[min(self.slowest)]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Return how clients took part, and what the workers did in the newest rounds, in words."""
+        facts = self.clients.figures().facts() if self.rounds else []
+        recent = {name: series.part(self.rounds - RECENT_STEPS + 1, self.rounds) for name, series in self.work.items()}
+        if "round_s" in recent:
+            waits = f", in which workers wait {duration_text(recent['wait_s'].average)}" if "wait_s" in recent else ""
+            tests = recent["test_s"].average if "test_s" in recent else 0.0
+            facts.append(
+                (
+                    "in real time",
+                    f"a round takes {duration_text(recent['round_s'].average)}{waits}, and tests {duration_text(tests)} of each",
+                )
+            )
+        if self.slowest:
+            [(name, times)] = Counter(self.slowest.values()).most_common(1)
+            rounds = plural(len(self.slowest), "round")
+            facts.append(("others wait for", f"worker {name} in {times} of the last {rounds} with several workers"))
+        return [*facts, *_gpu_facts(recent)]
 
     def _test(self, fact: Fact, number: int) -> None:
         hour = self.clock_s / 3600
@@ -194,6 +230,8 @@ class FederatedTimeline:
             value = float(len(told)) if isinstance(told, list) else _number(told)
             if value is not None:
                 self.outcomes.setdefault(name, Series()).add(number, value)
+        for again in [each for each in self.slowest if each >= number]:
+            del self.slowest[again]
         for again in [each for each in self.recent if each >= number]:  # a resumed job repeats them
             self.clients.remove(self.recent.pop(again))
         self.recent[number] = done = RoundClients.from_json(fact.data)
@@ -299,7 +337,7 @@ class JobTimeline:
         Of a federated job, how its clients took part.
         """
         if self.federated is not None:
-            return self.federated.clients.figures().facts() if self.federated.rounds else []
+            return self.federated.facts
         recent = {name: series.part(self.step - RECENT_STEPS + 1, self.step) for name, series in self.figures.items()}
         facts = []
         means = {name: recent[name].average for name in ("compute_s", "wait_s", "other_s") if name in recent}
@@ -314,12 +352,10 @@ class JobTimeline:
             )
         if self.views and "slowest" in recent:
             since = max(self.views[-1].step, self.step - RECENT_STEPS)
-            ranks = [int(rank) for step, rank in recent["slowest"] if step > since]
-            facts += self._waited_for(ranks, recent["slowest_s"].last) if ranks else []
-        if (held := self.figures.get("gpu_bytes")) is not None and held.last:
-            facts.append(("GPU memory", f"{held.last / 2**30:.1f} GiB held by torch, on the worker that holds most"))
-            facts.append(("GPU use", f"{recent['gpu_use'].average:.0%} of the time, mean of the workers"))
-        return facts
+            ranks = [int(rank) for step, rank in recent["slowest"] if step > since and math.isfinite(rank)]
+            own_s = recent["slowest_s"].last if "slowest_s" in recent else None
+            facts += self._waited_for(ranks, own_s) if ranks else []
+        return [*facts, *_gpu_facts(recent)]
 
     def _waited_for(self, ranks: Sequence[int], own_s: float | None) -> list[tuple[str, str]]:
         """Describe whom the others waited for most often in the newest steps of this view."""
@@ -405,6 +441,9 @@ class JobTimeline:
 
     def _workers(self, fact: Fact) -> None:
         names = fact.data.get("workers")
+        if isinstance(names, list) and self.federated is not None:
+            self.federated.workers = tuple(map(str, names))
+            return
         if not isinstance(names, list) or not names:
             return
         self.replicas = max(1, _whole(fact.data, "replicas", self.replicas))
@@ -462,6 +501,10 @@ class JobTimeline:
         self.federated.add(fact)
         self.step = self.federated.rounds
 
+    def _work(self, fact: Fact) -> None:
+        if self.federated is not None:
+            self.federated.add_work(fact)
+
     def _add(self, fact: Fact, kind: str, what: str, why: str = "") -> None:
         self.events.append(TimelineEvent(kind, fact.step, fact.time_s, what, why))
 
@@ -479,8 +522,18 @@ _HANDLERS = {
     "stall": JobTimeline._stall,
     "round": JobTimeline._federated,
     "test": JobTimeline._federated,
+    "work": JobTimeline._work,
     "end": JobTimeline._end,
 }
+
+
+def _gpu_facts(recent: Mapping[str, Series]) -> list[tuple[str, str]]:
+    if "gpu_bytes" not in recent or not (held := recent["gpu_bytes"].last):
+        return []
+    facts = [("GPU memory", f"{held / 2**30:.1f} GiB held by torch, on the worker that holds most")]
+    if "gpu_use" in recent:
+        facts.append(("GPU use", f"{recent['gpu_use'].average:.0%} of the time, mean of the workers"))
+    return facts
 
 
 def summary(decision: Mapping[str, Any]) -> str:

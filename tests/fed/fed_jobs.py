@@ -123,9 +123,10 @@ def state_of(loop: FederatedLoop) -> dict[str, str]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The record, without the time of day."""
+    """The record, without the time of day, who worked, and how long that took."""
     facts = [json.loads(line) for line in (folder / RECORD).read_text().splitlines()]
-    return [{name: value for name, value in fact.items() if name != "time_s"} for fact in facts]
+    lasting = [fact for fact in facts if fact["kind"] not in ("work", "workers")]
+    return [{name: value for name, value in fact.items() if name != "time_s"} for fact in lasting]
 
 
 @dataclass

@@ -14,14 +14,17 @@ from gang import FULL, free_port
 from patience import until
 from worker_processes import SECRET, Disturbed, JobOutcome, Nursery, held, impostor, outcome, sha256, small
 
+from pliant import record
 from pliant.errors import LaunchError, TrainError
 from pliant.fed.aggregation import FedAvg
 from pliant.fed.config import FedConfig
-from pliant.fed.coordinator import Coordinator
+from pliant.fed.coordinator import ConnectedWorker, Coordinator, UnitBatch
 from pliant.fed.data.build import build_task
-from pliant.fed.messages import fingerprint
+from pliant.fed.messages import fingerprint, pack_model
+from pliant.fed.rounds.loop import simulate
 from pliant.fed.trainer import InProcess
 from pliant.fed.work import Training, Unit, UnitResult, Update, Weights, Workers, training_units
+from pliant.ui.timeline import JobTimeline
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -52,6 +55,48 @@ def test_a_job_without_rounds_does_not_depend_on_it_either(ward: Nursery, tmp_pa
     with Coordinator(config, secret=SECRET) as coordinator:
         ward.started(tmp_path, coordinator, 2)
         assert outcome(config, coordinator) == outcome(config)
+
+
+def test_the_record_says_who_works_how_long_rounds_take_and_who_is_waited_for(
+    ward: Nursery, tmp_path: Path, no_leaks: None
+) -> None:
+    config = small(participants=6, batching=1)
+    with Coordinator(config, secret=SECRET) as coordinator:
+        ward.started(tmp_path, coordinator, 2)
+        coordinator.wait_for(2, 60)
+        names = sorted(worker.name for worker in coordinator.workers())
+        simulate(config, workers=coordinator, folder=tmp_path / "several")
+    facts = record.read(tmp_path / "several" / "record.jsonl")
+    assert [fact.data["workers"] for fact in facts if fact.kind == "workers"] == [names]
+    work = [fact.data for fact in facts if fact.kind == "work"]
+    assert len(work) == config.rounds
+    for each in work:
+        assert each["slowest"] in names
+        assert 0 <= each["wait_s"] < each["round_s"] + each["test_s"]
+    timeline = JobTimeline()
+    timeline.add(facts)
+    told = dict(timeline.facts)
+    assert told["others wait for"].startswith("worker ")
+    assert told["in real time"].startswith("a round takes ")
+    assert timeline.federated is not None
+    assert timeline.federated.workers == tuple(names)
+    # The control: a process that trains alone has no workers, and waits for nobody.
+    simulate(config, folder=tmp_path / "alone")
+    facts = record.read(tmp_path / "alone" / "record.jsonl")
+    assert not [fact for fact in facts if fact.kind == "workers" or "slowest" in fact.data]
+    assert len([fact for fact in facts if fact.kind == "work"]) == config.rounds
+
+
+def test_the_worker_with_the_last_result_is_waited_for() -> None:
+    coordinator = Coordinator(small(), secret=SECRET)
+    for number in (1, 2, 3):
+        coordinator._workers[number] = ConnectedWorker(number, f"w{number}", None, ready=True)  # type: ignore[arg-type]
+    layout, payload = pack_model(Weights.of(build_task(small()).model()))
+    for ended_s in ({1: 5.0, 2: 8.0, 3: 5.0}, {1: 10.0, 2: 10.5}, {3: 20.0}):
+        coordinator._note_waits(UnitBatch([], layout, payload, 1, ended_s=ended_s))
+    found = coordinator.take_figures()
+    assert (found.workers, found.slowest, found.wait_s) == (("w1", "w2", "w3"), "w2", 2.25)
+    assert coordinator.take_figures().wait_s == 0
 
 
 class InOrderOfArrival:

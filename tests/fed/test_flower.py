@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command import command
 from flower_loopback import NEVER, Loopback, by_hand, rounds_in, same
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,6 +21,7 @@ from squares.server_app import BUFFERS, config_of, initial
 from pliant.errors import CheckpointError, ConfigError, NoClient
 from pliant.fed.flower import Guided, introduction, metrics
 from pliant.fed.flower.strategy import ArrayLayout
+from pliant.fed.report import read_curve
 from pliant.fed.selection.base import statistical_utility
 
 ONCE = {"kind": "oort", "blacklist_rounds": 1, "blacklist_max_len": 1.0}
@@ -207,12 +210,65 @@ def test_a_job_ends_at_its_target(tmp_path: Path) -> None:
         ({"aggregator": "fed-buff"}, "not asynchronous"),
         ({"local": {"longer": True}}, "local.longer: on Flower, .* leave it out"),
         ({"malicious": 0.1}, "malicious 0.1: on Flower, .* leave it out"),
+        ({"local": {"optimizer": "adamw"}}, "local.optimizer adamw: on Flower, the ClientApp makes .* choose it there"),
+        ({"local": {"momentum": 0.9}}, "local.momentum 0.9: on Flower, the ClientApp makes"),
+        ({"local": {"weight_decay": 0.1}}, "local.weight_decay 0.1: on Flower, the ClientApp makes"),
         ({"selector": "best"}, "selector 'best' is unknown"),
     ],
 )
-def test_jobs_that_cannot_be_done_are_refused(more: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        strategy(**more)
+def test_jobs_that_cannot_be_done_are_refused(more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """By the constructor, which has no grid to send anything through; and nothing is written."""
+    with pytest.raises(ConfigError, match=says) as refused:
+        strategy(tmp_path, **more)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_can_be_done_is_not_refused() -> None:
+    """The control: the same fields with the values of a job that leaves them out."""
+    strategy(local={"optimizer": "sgd", "momentum": 0.0, "longer": False}, malicious=0.0, privacy=None, overcommit=1.4)
+
+
+def test_the_record_has_the_same_figures_of_clients_as_a_simulation(tmp_path: Path) -> None:
+    grid = federation(8, looks=lambda client, number: NEVER if (client, number) == (1, 1) else client)
+    strategy(tmp_path).start(grid, initial())
+    rounds = rounds_in(tmp_path)
+    found = read_curve(tmp_path).clients
+    assert found is not None, "although nothing was tested"
+    assert (found.rounds, found.clients) == (4, 8), "by their introductions: no job file says how many there are"
+    picked = Counter(client for each in rounds for client in each["invited"])
+    assert dict(found.picked.most_often).items() <= picked.items()
+    assert found.picked.never == 8 - len(picked)
+    assert found.picked.jain == pytest.approx(16**2 / (8 * sum(times**2 for times in picked.values())))
+    assert found.cut.total == 4
+    assert found.duration_s is not None
+    assert dict(found.duration_s.highest) == {
+        client: 2.0 + client for client in sorted({client for each in rounds for client in each["aggregated"]})[-5:]
+    }, "as the clients report it"
+    last = {
+        client: loss for each in rounds for client, loss in zip(each["aggregated"], each["client_loss"], strict=True)
+    }
+    assert found.loss is not None
+    assert found.loss.clients == len(last)
+    assert found.loss.most == max(last.values())
+    said = command("report", str(tmp_path))
+    assert said.exit_code == 0, said.exception
+    assert dict(found.facts())["clients picked"] in said.stdout
+
+
+def test_a_duration_that_cannot_be_is_replaced_by_the_servers_own(tmp_path: Path) -> None:
+    boastful = ClientApp()
+    boastful.query()(lambda message, context: app(message, context))
+
+    @boastful.train()
+    def train(message: Message, context: Context) -> Message:
+        told = metrics([1.0], samples=3, duration_s=float("inf"))
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": told}), reply_to=message)
+
+    strategy(tmp_path, rounds=1).start(federation(app=boastful), initial())
+    (done,) = rounds_in(tmp_path)
+    assert len(done["client_s"]) == 3
+    assert all(0 < took_s < 60 for took_s in done["client_s"])
 
 
 def test_tests_on_clients_are_refused_before_anybody_is_asked(tmp_path: Path) -> None:

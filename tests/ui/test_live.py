@@ -74,6 +74,9 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     page.locator(".job", has_text="digits").click()
     for heading in ("Time to accuracy", "Loss", "Who was picked", "How often clients were picked", "Log"):
         page.get_by_role("heading", name=heading, exact=True).wait_for()
+    figures = page.locator(".figures")
+    for told in ("clients picked", "fairness (Jain)", "an update takes", "in real time"):
+        figures.get_by_text(told, exact=True).wait_for()
     first = until(lambda: page.evaluate(LAST_ROUND), "the first rounds")
     until(lambda: page.evaluate(LAST_ROUND) > first, "the next rounds")
     assert not page.get_by_role("button", name="Resize").is_visible(), "its executors come and go by themselves"
@@ -84,6 +87,8 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     page.get_by_role("link", name="pliant: all jobs").click()
     page.locator(".job", has_text="spirals").click()
     page.get_by_role("heading", name="Throughput").wait_for()
+    figures.get_by_text("a step takes", exact=True).wait_for()
+    page.get_by_role("heading", name="Where the time of a step goes").wait_for()
     page.locator(".event", has_text="starting").wait_for()
     assert not page.get_by_role("button", name="Resize").is_visible()
     stop(page)

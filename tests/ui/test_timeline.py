@@ -195,6 +195,8 @@ def test_phases_and_who_is_waited_for_are_those_of_the_newest_steps() -> None:
         fact("decision", 1),
         fact("view", 1),
         fact("round", 1, invited="all"),
+        fact("round", 1, round=1, invited=[1, None, 2**80], aggregated=[1], client_s=["soon"], client_loss=[1e400]),
+        fact("work", 1, round_s="long", slowest=["a"]),
         fact("something new", 1),
     ],
     ids=lambda each: each.kind,
@@ -202,6 +204,11 @@ def test_phases_and_who_is_waited_for_are_those_of_the_newest_steps() -> None:
 def test_damaged_and_unknown_facts_are_passed_over(broken: Fact) -> None:
     timeline = told(broken, step(2))
     assert timeline.values["loss"].last == 1.0
+    assert all(isinstance(text, str) for _, text in timeline.facts)
+    timeline = told(
+        view(1, A, B), step(2, slowest=1e400, compute_s="x", wait_s=-1), step(3, slowest=9, gpu_bytes=1e400)
+    )
+    assert dict(timeline.facts)["others wait for"] == "rank 9 (unknown) in 1 of the last 1 step"
 
 
 def test_the_map_of_workers_follows_the_views() -> None:

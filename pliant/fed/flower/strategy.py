@@ -120,18 +120,7 @@ class Guided(Strategy):
         Raises:
             ConfigError: the config asks for what cannot be done here.
         """
-        if config.privacy is not None:
-            raise ConfigError("privacy: noise is not added here; use Flower's own, around this strategy")
-        if config.aggregator.kind == "fed-buff":
-            raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
-        if config.local.longer:
-            raise ConfigError(
-                "local.longer: on Flower, all clients of a round make the same number of steps; leave it out"
-            )
-        if config.malicious:
-            raise ConfigError(
-                f"malicious {config.malicious:g}: on Flower, the labels are the clients' own; leave it out"
-            )
+        _check_supported(config)
         self.config, self.folder = config, folder
         self.aggregator = build_aggregator(config)
         self.selector = build_selector(config)
@@ -404,6 +393,42 @@ class Guided(Strategy):
         }
         self.recorder.sync()
         save_checkpoint(self.folder, self.config, FederatedCheckpoint(number, 0, "flower", state))
+
+
+def _check_supported(config: FedConfig) -> None:
+    """Raise ConfigError for what a job in a simulation may ask for, and one on Flower may not."""
+    local = config.local
+    for is_asked, why in (
+        (
+            config.privacy is not None,
+            "privacy: noise is not added here; use Flower's own, around this strategy",
+        ),
+        (
+            config.aggregator.kind == "fed-buff",
+            "aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...",
+        ),
+        (
+            local.longer,
+            "local.longer: on Flower, all clients of a round make the same number of steps; leave it out",
+        ),
+        (
+            config.malicious > 0,
+            f"malicious {config.malicious:g}: on Flower, the labels are the clients' own; leave it out",
+        ),
+        *(
+            (
+                given != default,
+                f"local.{name} {given}: on Flower, the ClientApp makes its optimizer; choose it there, and leave this out",
+            )
+            for name, given, default in (
+                ("optimizer", local.optimizer, "sgd"),
+                ("momentum", local.momentum, 0.0),
+                ("weight_decay", local.weight_decay, 0.0),
+            )
+        ),
+    ):
+        if is_asked:
+            raise ConfigError(why)
 
 
 def _number(record: MetricRecord, name: str) -> float | None:

@@ -9,6 +9,7 @@ A job that is interrupted at any moment continues from its last checkpoint to th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from pliant.fed.aggregation import FedBuff
 from pliant.fed.config import FedConfig
 from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
-from pliant.fed.history import History, Point, Round
+from pliant.fed.history import History, Point, Round, WorkFigures
 from pliant.fed.rounds.federation import (
     FederatedCheckpoint,
     FederationState,
@@ -31,7 +32,7 @@ from pliant.fed.rounds.federation import (
 from pliant.fed.rounds.modes import AsynchronousRounds, SynchronousRounds
 from pliant.fed.rounds.storage import JobRecorder
 from pliant.fed.trainer import InProcess, choose_batching
-from pliant.fed.work import DeviceAware, Workers
+from pliant.fed.work import DeviceAware, Measured, Workers
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +117,15 @@ class FederatedLoop:
         self.start()
         number = self.round + 1
         _, mode = self._parts
+        began_s = time.monotonic()
         done = mode.round(number)
+        ended_s = time.monotonic()
         self.round = number
         self.recorder.round(done)
         if number % self.config.evaluate_every == 0 or number >= self.config.rounds:
             self.recorder.test(self._test())
+        found = self._workers.take_figures() if isinstance(self._workers, Measured) else WorkFigures()
+        self.recorder.work(number, ended_s - began_s, time.monotonic() - ended_s, found)
         if number % self.config.checkpoint_every == 0:
             self.save()
         return done

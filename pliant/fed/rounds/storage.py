@@ -16,7 +16,7 @@ import numpy as np
 
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.history import History, Point, Round
+from pliant.fed.history import History, Point, Round, WorkFigures
 from pliant.files import hold_lock, write_atomic
 from pliant.json_text import parse_json
 from pliant.record import Recorder
@@ -47,6 +47,8 @@ class JobRecorder:
         self._recorder: Recorder | None = None
         self._events: EventWriter | None = None
         self._open_files = contextlib.ExitStack()
+        self._workers: tuple[str, ...] = ()
+        """The worker processes that the record knows of."""
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
         """Open the files of a new job (None), or of one that continues after round `resumed_at`.
@@ -54,7 +56,7 @@ class JobRecorder:
         Raises CheckpointError if the record is another job's, or lacks rounds that the checkpoint has.
         """
         self.history = History()
-        self._config = config
+        self._config, self._workers = config, ()
         if self.folder is not None:
             self._open(self.folder, config, resumed_at)
         if resumed_at is None:
@@ -129,6 +131,15 @@ class JobRecorder:
         self.history.rounds.append(done)
         self._fact("round", done.round, done.as_json())
         self._show_round(done)
+
+    def work(self, number: int, round_s: float, test_s: float, found: WorkFigures) -> None:
+        """Record how long a round and its test really took, and what the workers did meanwhile."""
+        if found.workers != self._workers:
+            self._workers = found.workers
+            self._fact("workers", number, {"workers": list(found.workers)})
+        waits = {"wait_s": round(found.wait_s, 6), "slowest": found.slowest} if found.slowest else {}
+        gpus = {"gpu_bytes": int(found.gpu_bytes), "gpu_use": round(found.gpu_use, 3)} if found.gpu_bytes else {}
+        self._fact("work", number, {"round_s": round(round_s, 6), "test_s": round(test_s, 6), **waits, **gpus})
 
     def test(self, point: Point) -> None:
         self.history.points.append(point)
