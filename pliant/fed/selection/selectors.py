@@ -115,7 +115,7 @@ FEDSCALE = ARTIFACT.model_copy(update={
     "exploration_decay": 0.98, "exploration_min": 0.3, "round_threshold": 30.0, "clip_bound": 0.9, "cut_off_util": 0.05,
     "pool": 10.0,
 })  # fmt: skip
-BALANCED = FEDSCALE.model_copy(update={})
+BALANCED = FEDSCALE.model_copy(update={"exploration_min": 0.5})
 PRESETS = {"balanced": BALANCED, "paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
 DEFAULT_PRESET = "balanced"
 """The preset of a selector that names none."""
