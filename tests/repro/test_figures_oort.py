@@ -204,9 +204,7 @@ def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
         assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
-def with_presets(
-    round_s: float = 10.0, final: float = 0.9, world: str = "shards, mlp"
-) -> list[FedCourse]:
+def with_presets(round_s: float = 10.0, final: float = 0.9, world: str = "shards, mlp") -> list[FedCourse]:
     """Courses of all settings, with three seeds. In `world` the default preset has these rounds and this accuracy."""
     found = []
     for data, model in SETTINGS:
@@ -280,7 +278,9 @@ def test_sizes_are_very_unequal_and_the_same_for_every_seed(tmp_path: Path) -> N
 
 @fashion
 @full
-@pytest.mark.parametrize("figure", [time_to_accuracy, ablation, large, presets], ids=["time-to-accuracy", "ablation", "1300", "presets"])
+@pytest.mark.parametrize(
+    "figure", [time_to_accuracy, ablation, large, presets], ids=["time-to-accuracy", "ablation", "1300", "presets"]
+)
 def test_they_run(figure: Any, tmp_path: Path) -> None:
     result = figure.run(Options(quick=True, steps=2))
     assert figure.table(result).rows
