@@ -61,7 +61,7 @@ def config_of(
         seed=seed,
         data=dealt,
         model=model,
-        local=LocalConfig(steps=5, batch_size=10, lr=0.05, lr_decay=0.85, decay_rounds=5),
+        local=LocalConfig(steps=5, batch_size=10, lr=0.05, lr_decay=0.8, decay_rounds=5),
         participants=20,
         overcommit=1.3,
         rounds=rounds,
@@ -129,7 +129,7 @@ class Presets(SelectionFigure):
 
     @staticmethod
     def jobs(options: Options, devices: str, sizes: Path) -> list[FedRun]:
-        rounds = options.choose_steps(quick=10, usual=40, full=150)
+        rounds = options.choose_steps(quick=10, usual=60, full=150)
         return [
             FedRun(
                 f"{data}, {model}",
@@ -149,7 +149,7 @@ class Presets(SelectionFigure):
         }
         said = [
             *remarks,
-            f"{CLIENTS} clients, 20 participants of 26 invited, 5 steps of 10 samples, SGD 0.05, FedYogi, {found[0].rounds[-1]} rounds; "
+            f"{CLIENTS} clients, 20 participants of 26 invited, 5 steps of 10 samples, SGD 0.05 less 20 % every 5 rounds, FedYogi, {found[0].rounds[-1]} rounds; "
             "1,000 samples in a test",
             f"the target is {100 * BELOW_END:.0f} points below where random ends, in the median of the seeds; where random does not "
             "reach it, a ratio is a lower bound",
