@@ -129,7 +129,7 @@ class Presets(SelectionFigure):
 
     @staticmethod
     def jobs(options: Options, devices: str, sizes: Path) -> list[FedRun]:
-        rounds = options.choose_steps(quick=10, usual=60, full=150)
+        rounds = options.choose_steps(quick=10, usual=50, full=150)
         return [
             FedRun(
                 f"{data}, {model}",
