@@ -12,8 +12,9 @@ when rounds teach less. Clients that took part `blacklist_rounds` times are left
 
 The presets `paper`, `artifact` and `fedscale` are those of the paper and of the two programs that implement it. What the paper
 leaves open is as in its artifact. `balanced`, the default, is FedScale's, except that half of the participants are clients
-that were never tried before, as long as there are any: a model that always hears the same few clients fits those. Where the programs differ from the paper, there is a setting; where they crash, any number of clients works.
-A client that was cut has neither taught nor taken part, but its speed is known.
+that were never tried before, as long as there are any: a model that always hears the same few clients fits those. Where the
+programs differ from the paper, there is a setting; where they crash, any number of clients works. A client that was cut has
+neither taught nor taken part, but its speed is known.
 """
 
 from __future__ import annotations
