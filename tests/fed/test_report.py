@@ -168,7 +168,7 @@ def test_golden_selection(fed_data: Path) -> None:
 
 
 def test_exploration_decays_to_its_floor_and_t_moves_at_multiples_of_w_only() -> None:
-    rounds = json.loads(picks(7, 100, "synthetic"))["rounds"]
+    rounds = json.loads(picks(7, 100, "synthetic", "--selector", "oort:paper"))["rounds"]
     for each in rounds:
         assert each["exploration"] == pytest.approx(max(0.2, 0.9 * 0.98 ** each["rounds_before"]))
     assert rounds[74]["exploration"] > 0.2

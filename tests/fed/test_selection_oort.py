@@ -79,16 +79,59 @@ def test_clipping_takes_an_outlier_to_the_quantile_and_its_scale_with_it() -> No
     assert clip_utilities(np.array([0.0, 5.0, 9.0]), 1.0, normalise=True)[0] == 0.0
 
 
-def test_the_presets_are_the_published_ones() -> None:
+def test_the_presets_are_the_published_ones_and_a_default_of_our_own() -> None:
     shown = ("exploration_factor", "exploration_decay", "exploration_min", "round_penalty", "round_threshold", "pacer_delta",
              "pacer_step", "clip_bound", "cut_off_util", "sample_window", "blacklist_rounds", "blacklist_max_len")  # fmt: skip
     values = {name: [getattr(each, key) for key in shown] for name, each in PRESETS.items()}
     assert values == {
+        "balanced": [0.9, 0.98, 0.5, 2.0, 30.0, 5.0, 20, 0.9, 0.05, 5.0, -1, 0.3],
         "paper": [0.9, 0.98, 0.2, 2.0, 10.0, None, 20, 0.95, 0.95, 5.0, 10, 0.3],
         "artifact": [0.9, 0.95, 0.2, 2.0, 10.0, 5.0, 20, 0.98, 0.7, 5.0, -1, 0.3],
         "fedscale": [0.9, 0.98, 0.3, 2.0, 30.0, 5.0, 20, 0.9, 0.05, 5.0, -1, 0.3],
     }
     assert (PAPER.pacer, ARTIFACT.pacer, FEDSCALE.pool) == ("falling", "flat", 10.0)
+    default = make_selector("oort")
+    assert isinstance(default, Oort)
+    assert default.config == PRESETS["balanced"]
+    assert default.config != PAPER
+
+
+def test_the_default_hears_more_clients_than_the_paper_in_shorter_rounds_than_chance() -> None:
+    """A thousand clients whose durations and utilities have nothing to do with each other."""
+    chance = np.random.default_rng(5)
+    durations, utilities = chance.lognormal(3, 1, 1000), chance.lognormal(2, 1, 1000)
+
+    def picks(kind: str, seed: int = 7, **options: Any) -> list[list[int]]:
+        made, found = make_selector(kind, seed=seed, **options), []
+        made.register(np.arange(1000), duration_s=durations, size=np.full(1000, 30.0))
+        for _ in range(100):
+            picked = made.select(10)
+            made.feedback(picked, utility=utilities[picked], duration_s=durations[picked])
+            found.append(picked.tolist())
+        return found
+
+    balanced, paper, alone = picks("oort"), picks("oort", preset="paper"), picks("random")
+    assert balanced == picks("oort", preset="balanced")
+    assert balanced != picks("oort", seed=8)
+
+    def heard(found: list[list[int]]) -> int:
+        return len({each for picked in found for each in picked})
+
+    def mean_round_s(found: list[list[int]]) -> float:
+        return float(np.mean([durations[picked].max() for picked in found]))
+
+    assert heard(balanced) > 1.2 * heard(paper)
+    assert mean_round_s(balanced) < mean_round_s(alone) / 1.5
+
+
+def test_half_of_the_places_of_the_default_stay_with_new_clients() -> None:
+    for preset, new in (("balanced", 5), ("fedscale", 3), ("paper", 2)):
+        made = oort(5000, preset=preset, blacklist_rounds=-1)
+        for _ in range(90):
+            fresh = ~made.clients.explored
+            picked = made.select(10)
+            made.feedback(picked, utility=np.ones(10))
+        assert int(fresh[picked].sum()) == new, preset
 
 
 def test_exploration_decays_to_its_floor_at_round_75() -> None:

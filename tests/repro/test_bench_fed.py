@@ -40,7 +40,7 @@ def test_the_peer_picks_by_the_same_rule() -> None:
     """Everybody has taken part, and the best are so far apart that chance has no say: both must pick the same."""
     draw = random.Random(3)
     clients = {number: [2.0**number, draw.lognormvariate(3, 0.1), 1.0] for number in range(40)}
-    ours = make_selector("oort", exploration_factor=0.0)
+    ours = make_selector("oort", preset="paper", exploration_factor=0.0)
     ours.register(range(40), duration_s=[seconds for _, seconds, _ in clients.values()])
     ours.select(1)
     ours.feedback(range(40), utility=[utility for utility, _, _ in clients.values()])

@@ -10,9 +10,11 @@ Of K participants, (1 - e)K are exploited: drawn by score from all clients with 
 that of the (1 - e)K-th best. The others were never tried before, and fast ones are preferred. e decays. The pacer raises T
 when rounds teach less. Clients that took part `blacklist_rounds` times are left out.
 
-The presets are those of the paper and of the two programs that implement it. What the paper leaves open is as in its
-artifact. Where the programs differ from the paper, there is a setting; where they crash, any number of clients works.
-A client that was cut has neither taught nor taken part, but its speed is known.
+The presets `paper`, `artifact` and `fedscale` are those of the paper and of the two programs that implement it. What the paper
+leaves open is as in its artifact. `balanced`, the default, is FedScale's, except that half of the participants are clients
+that were never tried before, as long as there are any: a model that always hears the same few clients fits those. Where the
+programs differ from the paper, there is a setting; where they crash, any number of clients works. A client that was cut has
+neither taught nor taken part, but its speed is known.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ FEDSCALE = ARTIFACT.model_copy(update={
     "exploration_decay": 0.98, "exploration_min": 0.3, "round_threshold": 30.0, "clip_bound": 0.9, "cut_off_util": 0.05,
     "pool": 10.0,
 })  # fmt: skip
-BALANCED = FEDSCALE.model_copy(update={})
+BALANCED = FEDSCALE.model_copy(update={"exploration_min": 0.5})
 PRESETS = {"balanced": BALANCED, "paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
 DEFAULT_PRESET = "balanced"
 """The preset of a selector that names none."""

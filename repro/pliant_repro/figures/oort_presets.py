@@ -27,16 +27,15 @@ SIZES, SIZES_SPREAD, LARGEST = 10.0, 1.9, 3000
 DATA = {
     "unequal sizes": "IID labels, log-normal sizes",
     "dirichlet": "Dirichlet(0.3) labels, the same sizes",
-    "shards": "two labels for each client, equal sizes",
+    "shards": "four shards of one label for each client, equal sizes",
 }
-TARGETS = {
-    ("unequal sizes", "mlp"): 0.80, ("unequal sizes", "cnn"): 0.60,
-    ("dirichlet", "mlp"): 0.74, ("dirichlet", "cnn"): 0.55,
-    ("shards", "mlp"): 0.72, ("shards", "cnn"): 0.50,
-}  # fmt: skip
-"""Accuracies that random reaches."""
-SMOOTH, SETTLED = 5, 3
+SETTINGS = tuple((data, model) for data in DATA for model in ("mlp", "cnn"))
+BELOW_END = 0.02
+"""The target of a setting lies this far below where random ends, in the median of the seeds."""
+SMOOTH, SETTLED = 5, 2
 """An accuracy is found when the mean of this many tests has it; the last of so many parts of the tests is the end."""
+FIRST_SEED = 10
+"""The default preset and these settings were chosen with seeds 0 and 100 to 104."""
 
 
 def write_sizes(path: Path) -> Path:
@@ -53,7 +52,7 @@ def config_of(
     data: str, model: str, selector: NamedOptions, seed: int, *, sizes: Path, devices: str, rounds: int
 ) -> FedConfig:
     dealt = (
-        DataConfig(clients=CLIENTS, partition="shards", test_samples=1000)
+        DataConfig(clients=CLIENTS, partition="shards", per_client=4, test_samples=1000)
         if data == "shards"
         else DataConfig(
             clients=CLIENTS, partition="dirichlet" if data == "dirichlet" else "iid", alpha=0.3, test_samples=1000,
@@ -64,7 +63,7 @@ def config_of(
         seed=seed,
         data=dealt,
         model=model,
-        local=LocalConfig(steps=5, batch_size=10, lr=0.05, lr_decay=0.85, decay_rounds=5),
+        local=LocalConfig(steps=5, batch_size=10, lr=0.05, lr_decay=0.8, decay_rounds=5),
         participants=20,
         overcommit=1.3,
         rounds=rounds,
@@ -88,7 +87,7 @@ def first_at(course: FedCourse, accuracy: float, places: Sequence[float]) -> flo
 
 
 def end_of(course: FedCourse) -> float:
-    """Return the mean accuracy of the last third of the tests."""
+    """Return the mean accuracy of the last half of the tests."""
     return fmean(course.accuracies[-max(1, len(course.accuracies) // SETTLED) :])
 
 
@@ -106,13 +105,13 @@ class Presets(SelectionFigure):
 
     1,000 clients of Fashion-MNIST, FedYogi: three kinds of data and two models make six settings. The claims, for the default
     preset, in the median of the seeds of each setting: at equal rounds it is at most half a point less accurate than random,
-    and it reaches an accuracy that random reaches at least 1.5 times sooner on the virtual clock. The other presets are shown
+    and it is at least 1.5 times sooner, on the virtual clock, at an accuracy two points below where random ends. The other presets are shown
     and not judged.
     """
 
     name = "oort-presets"
     about = "Oort's presets beside random participants: three kinds of data, two models, simulated"
-    usual_s = 390
+    usual_s = 330
     more, less_accurate = 1.5, 0.005
     colours: Mapping[str, str] = {
         RANDOM: "tab:orange", DEFAULT_PRESET: "tab:blue", "paper": "tab:green", "artifact": "tab:red", "fedscale": "tab:purple",
@@ -124,37 +123,40 @@ class Presets(SelectionFigure):
     title = "Oort's presets beside random"
 
     def run(self, options: Options) -> Result:
-        rounds = options.choose_steps(quick=10, usual=50, full=150)
-        seeds = range(options.choose(quick=1, usual=5, full=10))
-        settings = [setting for setting in TARGETS if not options.quick or setting[1] == "mlp"]
         devices, remark = device_table(options)
         with tempfile.TemporaryDirectory(prefix="pliant-presets-") as folder:
-            sizes = write_sizes(Path(folder) / "sizes.csv")
-            runs = [
-                FedRun(
-                    f"{data}, {model}",
-                    way,
-                    config_of(data, model, selector, seed, sizes=sizes, devices=devices, rounds=rounds),
-                )
-                for data, model in settings
-                for seed in seeds
-                for way, selector in WAYS.items()
-            ]
-            options.say(f"{len(runs)} jobs of {rounds} rounds; {remark}")
+            runs = self.jobs(options, devices, write_sizes(Path(folder) / "sizes.csv"))
+            options.say(f"{len(runs)} jobs of {runs[0].config.rounds} rounds; {remark}")
             return self.result_of(run_jobs(runs, options), options, [remark])
+
+    @staticmethod
+    def jobs(options: Options, devices: str, sizes: Path) -> list[FedRun]:
+        rounds = options.choose_steps(quick=10, usual=50, full=150)
+        return [
+            FedRun(
+                f"{data}, {model}",
+                way,
+                config_of(data, model, selector, seed, sizes=sizes, devices=devices, rounds=rounds),
+            )
+            for seed in range(FIRST_SEED, FIRST_SEED + options.choose(quick=1, usual=5, full=10))
+            for data, model in SETTINGS
+            if not options.quick or model == "mlp"
+            for way, selector in WAYS.items()
+        ]
 
     def result_of(self, found: Sequence[FedCourse], options: Options, remarks: Sequence[str]) -> Result:
         settings = {
-            f"{data}, {model}": self.compare(found, f"{data}, {model}", target)
-            for (data, model), target in TARGETS.items()
-            if any(course.world == f"{data}, {model}" for course in found)
+            setting: self.compare([course for course in found if course.world == setting])
+            for setting in dict.fromkeys(course.world for course in found)
         }
         said = [
             *remarks,
-            f"{CLIENTS} clients, 20 participants of 26 invited, 5 steps of 10 samples, SGD 0.05, FedYogi, {found[0].rounds[-1]} rounds; "
+            f"{CLIENTS} clients, 20 participants of 26 invited, 5 steps of 10 samples, SGD 0.05 less 20 % every 5 rounds, FedYogi, {found[0].rounds[-1]} rounds; "
             "1,000 samples in a test",
-            f"the accuracy is the mean of the last third of the tests; a target is reached when the mean of {SMOOTH} tests has it",
-            "presets were chosen with seeds 100 and above; these are others",
+            f"the target is {100 * BELOW_END:.0f} points below where random ends, in the median of the seeds; where random does not "
+            "reach it, a ratio is a lower bound",
+            f"the accuracy is the mean of the last half of the tests; a target is reached when the mean of {SMOOTH} tests has it",
+            f"the default preset was chosen with seeds 0 and 100 to 104; these are {FIRST_SEED} and above",
         ]
         ours = {
             "median_s": median_of_all([one["ways"][DEFAULT_PRESET]["time_s"] for one in settings.values()]),
@@ -163,10 +165,11 @@ class Presets(SelectionFigure):
         }
         return self.finish(found, options, ours, self.judge(settings), said)
 
-    def compare(self, found: Sequence[FedCourse], setting: str, target: float) -> Result:
-        """Compare every way with random, seed by seed."""
-        by = {(course.way, course.seed): course for course in found if course.world == setting}
+    def compare(self, found: Sequence[FedCourse]) -> Result:
+        """Compare every way with random in one setting, seed by seed."""
+        by = {(course.way, course.seed): course for course in found}
         seeds = sorted(seed for way, seed in by if way == RANDOM)
+        target = median(end_of(by[RANDOM, seed]) for seed in seeds) - BELOW_END
         ways: Result = {}
         for way in WAYS:
             pairs = [(by[RANDOM, seed], by[way, seed]) for seed in seeds]
@@ -185,16 +188,12 @@ class Presets(SelectionFigure):
     def judge(self, settings: Mapping[str, Result]) -> list[str]:
         wrong = []
         for setting, one in settings.items():
-            ours, random = one["ways"][DEFAULT_PRESET], one["ways"][RANDOM]
+            ours = one["ways"][DEFAULT_PRESET]
             if (found := ours["difference"]["median"]) < -self.less_accurate:
                 wrong.append(f"{setting}: {DEFAULT_PRESET} is {-100 * found:.1f} points less accurate than random")
             if (found := ours["sooner"]["median"]) < self.more:
                 wrong.append(
-                    f"{setting}: {DEFAULT_PRESET} reaches {one['target']:.0%} {found:.2f} times sooner: not {self.more}"
-                )
-            if 2 * random["reached"] <= len(one["seeds"]):
-                wrong.append(
-                    f"{setting}: random reaches {one['target']:.0%} with {random['reached']} of {len(one['seeds'])} seeds"
+                    f"{setting}: {DEFAULT_PRESET} reaches {one['target']:.1%} {found:.2f} times sooner: not {self.more}"
                 )
         return wrong
 
@@ -206,7 +205,7 @@ class Presets(SelectionFigure):
                 rows.append((
                     setting, way, f"{its['accuracy']:.1%}",
                     f"{100 * difference['median']:+.1f} ({100 * difference['least']:+.1f} to {100 * difference['most']:+.1f})",
-                    f"{one['target']:.0%} by {its['reached']} of {len(one['seeds'])}",
+                    f"{one['target']:.1%} by {its['reached']} of {len(one['seeds'])}",
                     f"{sooner['median']:.2f}x ({sooner['least']:.2f}-{sooner['most']:.2f})",
                     f"{its['mean_round_s']:.1f} s", f"{its['coverage']:g}",
                 ))  # fmt: skip
