@@ -565,7 +565,10 @@ class Scheduler:
             match fact.get("kind"):
                 case "step":
                     step, workers, step_s = fact["step"], int(fact.get("workers", 0)), float(fact.get("step_s", 0))
+                    job, was_measured = self._state.jobs[name], self._state.jobs[name].is_measured
                     self._do(self._state.add_step(name, step, workers, step_s, self._clock()))
+                    if job.is_measured and not was_measured:
+                        self._allocate_at_s = 0.0  # it may grow now: idle devices need not wait for the regular decision
                 case "round":
                     self._do(self._state.add_step(name, fact["step"], 0, 0.0, self._clock()))
                 case "end" if not is_federated:  # a federated job records its end also when it is put off

@@ -60,7 +60,7 @@ def state_of(scheduler: Scheduler, name: str) -> str:
 
 
 def test_a_job_runs_grows_by_its_record_and_ends(backend: PaperBackend, tmp_path: Path, no_leaks: None) -> None:
-    with scheduling(backend, tmp_path) as scheduler:
+    with scheduling(backend, tmp_path, interval_s=1000) as scheduler:  # no regular decision: it grows when it is measured
         assert scheduler.submit(spec("a")).state == "starting"
         run = backend.runs["a"]
         run.step(1, 10, 0.4)
