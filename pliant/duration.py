@@ -50,3 +50,8 @@ def span_text(seconds: float) -> str:
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
     first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
     return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
+
+
+def duration_text(seconds: float) -> str:
+    """Return a length of time; if it is shorter than a minute, with three digits, such as 1.25 s or 40 ms."""
+    return span_text(seconds) if seconds >= 60 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

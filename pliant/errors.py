@@ -86,6 +86,10 @@ class UnknownJob(ConfigError):
     """The cluster has no job of that name."""
 
 
+class NotAllowed(ConfigError):
+    """The token is known, and whoever has it may not do this: a job is another tenant's, or the server's owner is needed."""
+
+
 class NameTaken(ConfigError):
     """The cluster has a job of that name already, running or ended."""
 

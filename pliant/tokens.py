@@ -54,6 +54,11 @@ def random_token() -> str:
     return secrets.token_urlsafe(24)
 
 
+def token_hash(token: str) -> str:
+    """Return the SHA-256 of a token in hexadecimal digits."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 # --- files ---
 
 

@@ -40,6 +40,12 @@ class WorkerFigures:
     """Time from the beginning of the first collective to the end of the last one."""
     egress_bytes: float = 0.0
     """Bytes sent to other hosts."""
+    wait_s: float = 0.0
+    """Time in which the program waited for other workers and the network."""
+    gpu_bytes: float = 0.0
+    """GPU memory that torch holds; 0 without a GPU."""
+    gpu_use: float = 0.0
+    """Share of the last second in which the worker's GPU computed, from 0 to 1; 0 if that cannot be measured."""
 
     @property
     def throughput(self) -> float:

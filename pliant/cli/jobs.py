@@ -39,9 +39,10 @@ from pliant.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from pliant.jobs.client import JobsClient, StoredJobs
-    from pliant.jobs.status import ClusterStatus, JobDetail, JobStatus, LogPart
+    from pliant.jobs.status import ClusterStatus, JobDetail, JobStatus, LogPart, TenantStatus
 
 COLUMNS = ("name", "state", "devices", "replicas", "step", "steps/s", "age", "why")
+TENANT_COLUMNS = ("tenant", "has", "quota", "share", "borrowed", "jobs")
 NUMBERS = ("replicas", "step", "steps/s", "age")
 HOLD_S = 30.0
 NameArgument = Annotated[
@@ -101,16 +102,21 @@ def list_jobs(
         return
     now_s = time.time()
     if jobs or not is_read_by_people():
-        print_table(COLUMNS, [_row(job, now_s) for job in jobs], NUMBERS, cut=True)
+        are_shown = any(job.tenant for job in jobs)
+        columns = (*COLUMNS[:-1], *(("tenant",) if are_shown else ()), COLUMNS[-1])
+        print_table(columns, [_row(job, now_s, with_tenant=are_shown) for job in jobs], NUMBERS, cut=True)
     else:
         print(f"no jobs{' in these states' if wanted else ''}; `pliant submit job.yml` starts one")
     if cluster is not None:
         print_for_people(_cluster_line(cluster))
+        if cluster.tenants and is_read_by_people():
+            print()
+            print_table(TENANT_COLUMNS, [_tenant_row(tenant) for tenant in cluster.tenants])
         if cluster.policy_error:
             print(f"pliant: {cluster.policy_error}; what was decided before stays", file=sys.stderr)
 
 
-def _row(job: JobStatus, now_s: float) -> list[str]:
+def _row(job: JobStatus, now_s: float, *, with_tenant: bool) -> list[str]:
     return [
         job.name,
         job.state,
@@ -119,7 +125,20 @@ def _row(job: JobStatus, now_s: float) -> list[str]:
         "-" if job.step is None else str(job.step),
         "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}",
         span_text((job.ended_s or now_s) - job.submitted_s),
+        *([job.tenant or "-"] if with_tenant else []),
         "; ".join(filter(None, [_federated_text(job), job.why])) or "-",
+    ]
+
+
+def _tenant_row(tenant: TenantStatus) -> list[str]:
+    counts = ((tenant.running, "run"), (tenant.waiting, "wait"))
+    return [
+        tenant.name,
+        devices_text(tenant.has),
+        devices_text(tenant.quota),
+        ",".join(f"{kind}={share:.3g}" for kind, share in tenant.share.items() if share) or "-",
+        devices_text(tenant.borrowed),
+        ", ".join(f"{count} {what if count > 1 else what + 's'}" for count, what in counts if count) or "-",
     ]
 
 
@@ -180,6 +199,7 @@ def _facts(job: JobDetail, now_s: float) -> list[tuple[str, str]]:
         ("state", job.state + (f" (exit code {job.exit_code})" if job.exit_code is not None else "")),
         ("why", job.why or "-"),
         ("devices", devices_text(job.devices)),
+        *([("tenant", job.tenant)] if job.tenant else []),
     ]
     if (done := job.federated) is not None:
         facts += [

@@ -82,6 +82,8 @@ def accuracy_curves(found: Comparison, path: Path) -> None:
     """Draw the picture of `pliant report`: accuracy over hours of the virtual clock, and over rounds."""
     from pliant.fed.report import value_of
 
+    if found.target is None:
+        raise ConfigError(f"--plot {path}: there is no curve, because no model was tested yet; leave --plot out")
     scale = 1 if found.metric == "loss" else 100
     label = found.metric if found.metric == "loss" else f"{found.metric.replace('_', '-')}, %"
     by = "" if found.is_asked else ", which all of them reached"

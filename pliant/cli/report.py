@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +22,11 @@ from pliant.cli.output import (
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pliant.fed.participation import ClientFigures, Spread
     from pliant.fed.report import Comparison, TargetReached
 
 COLUMNS = ("job", "selector", "rounds", "best", "final", "at round", "hours", "speedup")
+CLIENT_COLUMNS = ("job", "clients", "never picked", "times picked", "jain", "cut", "lost", "seconds", "loss")
 
 
 def report(
@@ -50,7 +52,7 @@ def report(
     plot: Annotated[Path | None, option("--plot", "FILE", "A picture of the curves.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare how long federated jobs took, on the virtual clock, to reach an accuracy."""
+    """Compare how long federated jobs took, on the virtual clock, to reach an accuracy, and how their clients took part."""
     from pliant.fed.report import compare as compared
     from pliant.fed.report import read_curve
 
@@ -103,8 +105,45 @@ def _print(found: Comparison) -> None:
         names = [run.curve.name for run in found.runs]
     rows = [_row(name, run, told) for name, run in zip(names, found.runs, strict=True)]
     print_table(COLUMNS, rows, COLUMNS[2:])
-    by = "" if found.is_asked else ", which all of them reached"
-    print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
+    if found.target is None:
+        print("target: none, because no model was tested yet")
+    else:
+        by = "" if found.is_asked else ", which all of them reached"
+        print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
+    _print_clients(names, [run.curve.clients for run in found.runs])
+
+
+def _print_clients(names: Sequence[str], found: Sequence[ClientFigures | None]) -> None:
+    """Print how the clients of each job took part; of a single job, also who."""
+    rows = [_client_row(name, each) for name, each in zip(names, found, strict=True) if each is not None]
+    if not rows:
+        return
+    print()
+    print_table(CLIENT_COLUMNS, rows, CLIENT_COLUMNS[1:])
+    print("times picked, seconds of an update, loss of a client: least, median, most over the clients")
+    if len(found) == 1 and found[0] is not None:
+        print()
+        for name, text in found[0].facts():
+            print(f"{name:<20}{text}")
+
+
+def _client_row(name: str, found: ClientFigures) -> list[str]:
+    picked = found.picked
+
+    def three(spread: Spread | None) -> str:
+        return "-" if spread is None else f"{spread.least:.3g} {spread.median:.3g} {spread.most:.3g}"
+
+    return [
+        name,
+        "-" if found.clients is None else str(found.clients),
+        "-" if picked.never is None else str(picked.never),
+        f"{picked.least} {picked.median:g} {picked.most}",
+        "-" if picked.jain is None else f"{picked.jain:.2f}",
+        str(found.cut.total),
+        str(found.lost.total),
+        three(found.duration_s),
+        three(found.loss),
+    ]
 
 
 def _row(name: str, run: TargetReached, told: Callable[[float | None], str]) -> list[str]:

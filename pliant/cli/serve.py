@@ -57,6 +57,14 @@ def serve(
             "File with the token that clients must send; default: PLIANT_TOKEN, or a random one.",
         ),
     ] = "",
+    tenants: Annotated[
+        str,
+        option(
+            "--tenants",
+            "FILE",
+            "Share the devices among the tenants in this YAML file, by quotas and weights; each has a token of its own.",
+        ),
+    ] = "",
     interval: Annotated[str, option("--interval", "TIME", "Time between decisions if nothing happens.")] = "5s",
     tls_cert: TlsCertFlag = "",
     tls_key: TlsKeyFlag = "",
@@ -86,6 +94,7 @@ def serve(
     from pliant.jobs.api import JobServerConfig
     from pliant.jobs.api import serve as run
     from pliant.sched import policies as schedulers
+    from pliant.sched.tenants_file import read_tenants
     from pliant.tokens import state_directory
 
     if on not in BACKENDS:
@@ -95,6 +104,7 @@ def serve(
             f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}, module:Class or FILE.py:Class"
         )
     chosen = schedulers.make_policy(policy)
+    given = parse_counts(devices, "--devices")
     config = JobServerConfig(
         state=Path(state).absolute() if state else state_directory(),
         host=host,
@@ -104,6 +114,7 @@ def serve(
         names=parse_names(server_name),
         tls_cert=tls_cert,
         tls_key=tls_key,
+        tenants=read_tenants(Path(tenants), given, with_tokens=True) if tenants else (),
         embedded=embedded,
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
@@ -120,7 +131,6 @@ def serve(
             if text.startswith("pliant serve at"):  # from now on there is something to show
                 stack.enter_context(page_beside(dash, shown, token_file=shown_token, tls=(tls_cert, tls_key)))
 
-        given = parse_counts(devices, "--devices")
         if embedded:
             on, given, ray_address = _embedded_backend(config.state)
         run(

@@ -153,14 +153,16 @@ def _check_names(jobs: list[JobFile], client: JobsClient) -> None:
 
 def _submit_one(job: JobFile, client: JobsClient) -> JobStatus:
     """Submit under the name in the file, or under the first number that is free."""
+    refused: set[str] = set()  # of jobs that this token may not see
     for _ in range(TRIES):
         if not job.is_named:
-            job = job.with_free_name({known.name for known in client.jobs()})
+            job = job.with_free_name({known.name for known in client.jobs()} | refused)
         try:
             return client.submit(job.job)
         except NameTaken:
             if job.is_named:
                 raise
+            refused.add(job.name)
     raise ConfigError(f"{TRIES} names up to {job.name} were taken while we asked: give --name")
 
 

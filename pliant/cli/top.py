@@ -94,5 +94,6 @@ def _job(job: ShownJob, now_s: float) -> dict[str, object]:
         "values": {name: series.last for name, series in timeline.values.items()},
         "figures": {name: series.last for name, series in timeline.figures.items()},
         "accuracy_percent": timeline.federated.best if timeline.federated is not None else None,
+        "clients": timeline.federated.clients.figures().as_json() if timeline.federated is not None else None,
         "events": [dataclasses.asdict(event) for event in job.events],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -14,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -139,11 +141,16 @@ class TokenGate(Gate):
     """Lets in requests with the token, and counts the answers by status.
 
     Without a token, which only an open server lacks, all requests are let in; `/health` and `/healthz` always are.
+    `users` are those who have a token of their own, by its SHA-256. `request.user` is the name of the one who asks; empty
+    for who has the server's token.
     """
 
-    def __init__(self, app: ASGIApp, token: str, answers: Counter[int]) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str, answers: Counter[int], users: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._app = app
         self._authorization = f"Bearer {token}".encode() if token else None
+        self._users = dict(users)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,9 +167,19 @@ class TokenGate(Gate):
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if self._authorization is None or (len(given) == 1 and hmac.compare_digest(given[0], self._authorization)):
-            trust_connection(scope)
-            return True
-        return False
+            scope["user"] = ""
+        elif len(given) == 1 and (user := self._users.get(_bearer_hash(given[0]))):
+            scope["user"] = user
+        else:
+            return False
+        trust_connection(scope)
+        return True
+
+
+def _bearer_hash(authorization: bytes) -> str:
+    """Return the SHA-256 of the token in an Authorization header; empty if there is none."""
+    scheme, _, token = authorization.partition(b" ")
+    return hashlib.sha256(token).hexdigest() if scheme == b"Bearer" else ""
 
 
 _UNAUTHORIZED = json_response(

@@ -46,6 +46,10 @@ class Round:
     """For asynchronous jobs, how many versions late the update of each aggregated client was."""
     asked_s: tuple[Number, ...] = ()
     """For asynchronous jobs, when each client was invited; otherwise it is the beginning of the round."""
+    client_loss: tuple[Number | None, ...] = ()
+    """Loss of the model that each aggregated client was given on its own samples; empty in jobs with privacy."""
+    known: Whole = 0
+    """Number of clients that are known so far, where it grows (on Flower); otherwise 0: it is in the record's start."""
 
     @property
     def duration_s(self) -> float:
@@ -53,7 +57,7 @@ class Round:
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self) | {"duration_s": self.duration_s, "picked": len(self.invited)}
-        return {name: value for name, value in found.items() if value or name not in ("staleness", "asked_s")}
+        return {name: value for name, value in found.items() if value or name not in _OPTIONAL}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
@@ -112,6 +116,8 @@ class History:
         return self.points[-1] if self.points else None
 
 
+_OPTIONAL = ("staleness", "asked_s", "client_loss", "known")
+"""Fields of a round that are left out while they are empty."""
 _ROUND, _POINT = TypeAdapter(Round), TypeAdapter(Point)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pliant import record
 from pliant.errors import ConfigError
 from pliant.fed.history import Point, Round
+from pliant.fed.participation import ClientFigures, Participation, RoundClients
 from pliant.fed.tables import read_pickle
 
 # --- curves from files ---
@@ -37,13 +38,15 @@ class Curve:
     num_rounds: int = 0
     clock_s: float = 0.0
     """Virtual time of the job's end, or of its last test."""
+    clients: ClientFigures | None = None
+    """How its clients took part; None if the file does not have its rounds."""
 
 
 def read_curve(path: Path) -> Curve:
     """Read the curve from a file, or from a job's folder; of several runs in it the last one counts."""
     file = _find_file(path)
     curve = _from_record(file) if file.name.endswith(".jsonl") else _from_pickle(file)
-    if not curve.points:
+    if not curve.points and curve.clients is None:
         raise ConfigError(f"{file}: the model was not tested yet; wait for the first test (evaluate_every)")
     return curve
 
@@ -75,13 +78,15 @@ def _from_record(file: Path) -> Curve:
     points: list[Point] = []
     about: dict[str, str] = {}
     rounds, clock_s = 0, 0.0
+    counted = Participation()
     for fact in record.read(file):
         try:
             if fact.kind == "start" and isinstance(fact.data.get("config"), dict):
-                about = _describe(fact.data["config"])
+                about, counted = _describe(fact.data["config"]), Participation.of_start(fact.data)
             elif fact.kind == "round":
                 last = Round.from_json(fact.data)
                 rounds, clock_s = last.round, last.clock_s
+                counted.add(RoundClients.from_json(fact.data))
             elif fact.kind == "test":
                 points.append(Point.from_json(fact.data))
         except ValueError as error:
@@ -91,7 +96,8 @@ def _from_record(file: Path) -> Curve:
             ) from None
     if not about:
         raise ConfigError(f"{file}: this is not the record of a federated job")
-    return Curve(_curve_name(file), file, tuple(points), about, rounds, clock_s)
+    clients = counted.figures() if rounds else None
+    return Curve(_curve_name(file), file, tuple(points), about, rounds, clock_s, clients)
 
 
 def _describe(config: Mapping[str, object]) -> dict[str, str]:
@@ -182,6 +188,7 @@ class TargetReached:
             if self.point is None
             else {"round": self.point.round, "clock_s": self.point.clock_s, "hours": self.hours},
             "speedup": self.speedup,
+            "clients": None if self.curve.clients is None else self.curve.clients.as_json(),
             "tests": [[point.round, point.clock_s, value_of(point, metric)] for point in self.curve.points],
         }
 
@@ -191,9 +198,10 @@ class Comparison:
     """Several jobs compared by one metric."""
 
     metric: str
-    target: float
+    target: float | None
+    """None if no job was tested."""
     is_asked: bool
-    """If false, the target is the best value that all jobs reached."""
+    """If false, the target is the best value that all tested jobs reached."""
     runs: tuple[TargetReached, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -220,11 +228,13 @@ def compare(curves: Sequence[Curve], *, target: float | None = None, metric: str
         raise ConfigError("nothing to compare: give the folders or files of one or several jobs")
     if target is not None:
         target = _check_target(target, metric)
-    lower = metric == "loss"
     bests = [_best(curve, metric) for curve in curves]
     asked = target is not None
-    goal = target if target is not None else (max(bests) if lower else min(bests))
-    points = [_first_reaching(curve, metric, goal) for curve in curves]
+    known = [best for best in bests if best is not None]
+    goal = target
+    if goal is None and known:
+        goal = max(known) if metric == "loss" else min(known)
+    points = [None if goal is None else _first_reaching(curve, metric, goal) for curve in curves]
     return Comparison(
         metric,
         goal,
@@ -246,18 +256,20 @@ def _check_target(target: float, metric: str) -> float:
 
 def _values(curve: Curve, metric: str) -> list[tuple[Point, float]]:
     found = [(point, value) for point in curve.points if (value := value_of(point, metric)) is not None]
-    if not found:
+    if curve.points and not found:
         raise ConfigError(f"{curve.path}: it does not tell {metric}; use another --metric")
     return found
 
 
-def _best(curve: Curve, metric: str) -> float:
+def _best(curve: Curve, metric: str) -> float | None:
+    """Return the best value of the tests; None if there was no test."""
     values = [value for _, value in _values(curve, metric)]
-    return min(values) if metric == "loss" else max(values)
+    return min(values, default=None) if metric == "loss" else max(values, default=None)
 
 
-def _final(curve: Curve, metric: str) -> float:
-    return _values(curve, metric)[-1][1]
+def _final(curve: Curve, metric: str) -> float | None:
+    values = _values(curve, metric)
+    return values[-1][1] if values else None
 
 
 def _first_reaching(curve: Curve, metric: str, goal: float) -> Point | None:

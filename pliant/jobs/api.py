@@ -14,7 +14,7 @@ import re
 import signal
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from starlette.routing import Route
 from pliant.cluster import check_host
 from pliant.elastic import http_server
 from pliant.elastic.http_server import TokenGate, json_response, listening
-from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
+from pliant.errors import ConfigError, NameTaken, NotAllowed, PliantError, ServerUnavailable, UnknownJob
 from pliant.fed.jobfile import FederatedJob
 from pliant.files import hold_lock, is_locked, write_atomic
 from pliant.jobs.client import SERVER_FILE
@@ -50,7 +50,8 @@ from pliant.jobs.status import (
 from pliant.jobs.store import JobStore
 from pliant.json_text import parse_json
 from pliant.sched.cluster import SchedulingPolicy
-from pliant.tokens import random_token
+from pliant.sched.tenants import Tenant
+from pliant.tokens import random_token, token_hash
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +61,22 @@ IDLE_S = 60.0
 """An embedded server ends when no job has been waiting or running for this long."""
 TAKE_OVER_S = 20.0
 """How long an embedded server may take to end for one that was started by hand."""
-_STATUS: Mapping[type[PliantError], int] = {UnknownJob: 404, NameTaken: 409, ConfigError: 422, ServerUnavailable: 503}
+_STATUS: Mapping[type[PliantError], int] = {
+    UnknownJob: 404, NotAllowed: 403, NameTaken: 409, ConfigError: 422, ServerUnavailable: 503,
+}  # fmt: skip
 
 
 # --- routes ---
 
 
 class JobsApi:
-    """The application; `serve` runs it."""
+    """The application; `serve` runs it. Tenants come in with tokens of their own, and `request.user` is their name."""
 
-    def __init__(self, scheduler: Scheduler, token: str) -> None:
+    def __init__(self, scheduler: Scheduler, token: str, tenants: Sequence[Tenant] = ()) -> None:
         self._scheduler = scheduler
         self._closing = False
-        self.app = TokenGate(self._routes(), token, Counter())
+        users = {each.token_sha256: each.name for each in tenants if each.token_sha256}
+        self.app = TokenGate(self._routes(), token, Counter(), users)
 
     def close(self) -> None:
         """Answer held requests now: the server is about to stop."""
@@ -102,35 +106,35 @@ class JobsApi:
         return json_response(openapi())
 
     async def _list(self, request: Request) -> Response:
-        jobs = await run_in_threadpool(self._scheduler.statuses)
+        jobs = await run_in_threadpool(self._scheduler.statuses, request.user)
         return _answer(JobList(jobs=jobs))
 
     async def _submit(self, request: Request) -> Response:
         job = job_from_json(await _body(request))
-        return _answer(await run_in_threadpool(self._scheduler.submit, job), 201)
+        return _answer(await run_in_threadpool(self._scheduler.submit, job, request.user), 201)
 
     async def _show(self, request: Request) -> Response:
-        return _answer(await run_in_threadpool(self._scheduler.detail, request.path_params["name"]))
+        return _answer(await run_in_threadpool(self._scheduler.detail, request.path_params["name"], request.user))
 
     async def _stop(self, request: Request) -> Response:
         kill = request.query_params.get("kill", "false")
         if kill not in ("true", "false"):
             raise ConfigError(f"kill={kill}: use true or false")
         name = request.path_params["name"]
-        return _answer(await run_in_threadpool(self._scheduler.stop, name, kill=kill == "true"), 202)
+        return _answer(await run_in_threadpool(self._scheduler.stop, name, request.user, kill=kill == "true"), 202)
 
     async def _resume(self, request: Request) -> Response:
-        return _answer(await run_in_threadpool(self._scheduler.resume, request.path_params["name"]), 202)
+        return _answer(await run_in_threadpool(self._scheduler.resume, request.path_params["name"], request.user), 202)
 
     async def _forget(self, request: Request) -> Response:
-        return _answer(await run_in_threadpool(self._scheduler.forget, request.path_params["name"]))
+        return _answer(await run_in_threadpool(self._scheduler.forget, request.path_params["name"], request.user))
 
     async def _logs(self, request: Request) -> Response:
         name, begin = request.path_params["name"], int(_number(request, "begin"))
         left = int(min(MAX_WAIT_S, _number(request, "wait_s")) / LOOK_S)
         while True:
             # The state is read first: what the job prints last may come between the two.
-            status = await run_in_threadpool(self._scheduler.status, name)
+            status = await run_in_threadpool(self._scheduler.status, name, request.user)
             part = await run_in_threadpool(read_log, status, begin)
             if part.text or part.over or left <= 0 or self._closing or await request.is_disconnected():
                 return _answer(part)
@@ -138,14 +142,14 @@ class JobsApi:
             await asyncio.sleep(LOOK_S)
 
     async def _cluster(self, request: Request) -> Response:
-        return json_response(await run_in_threadpool(self._scheduler.cluster))
+        return json_response(await run_in_threadpool(self._scheduler.cluster, request.user))
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await _body(request)
         for kind, count in wanted.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"reserve {kind}={count!r}: use a number of devices")
-        return json_response(await run_in_threadpool(self._scheduler.reserve, wanted))
+        return json_response(await run_in_threadpool(self._scheduler.reserve, wanted, request.user))
 
 
 def _answer(value: BaseModel, status: int = 200) -> Response:
@@ -246,6 +250,8 @@ def openapi() -> dict[str, Any]:
 
 def _operation(path: str, method: str, summary: str, status: int, model: str) -> dict[str, Any]:
     answers = {"401": "The token is missing or wrong."}
+    if "{name}" in path or path == "/reserve":
+        answers["403"] = "The token is a tenant's, and this is another tenant's job, or for the server's owner."
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "query", "schema": {"type": kind}}
         for name, kind in _QUERIES.get((path, method), {}).items()
@@ -292,6 +298,8 @@ class JobServerConfig:
     """PEM file with the certificate chain; empty serves plain HTTP."""
     tls_key: str = ""
     """PEM file with the certificate's private key."""
+    tenants: tuple[Tenant, ...] = ()
+    """Who shares the devices, each with a token of its own; none: all jobs are the owner's."""
     embedded: bool = False
     """Whether the server ends by itself when no job is left, and for a server that is started by hand."""
 
@@ -324,9 +332,11 @@ def serve(
         listening(config.host, config.port) as listener,
     ):
         token = config.token or _kept_token(config.state)
+        if same := [each.name for each in config.tenants if each.token_sha256 == token_hash(token)]:
+            raise ConfigError(f"--tenants: the token of {same[0]} is the server's own: give the tenant another one")
         url = _url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1])
-        scheduler = Scheduler(make_backend(), policy, store, interval_s=config.interval_s)
-        api = JobsApi(scheduler, token)
+        scheduler = Scheduler(make_backend(), policy, store, interval_s=config.interval_s, tenants=config.tenants)
+        api = JobsApi(scheduler, token, config.tenants)
         names = (config.host, *config.names)
         settings = http_server.uvicorn_config(api.app, names=names, tls_cert=config.tls_cert, tls_key=config.tls_key)
         with scheduler.running(), _address_file(config.state, url, token):

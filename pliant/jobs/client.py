@@ -23,7 +23,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pliant.elastic.client import HttpClient, open_client, parse_server_url, refusal_reason
-from pliant.errors import ConfigError, LaunchError, NameTaken, PliantError, ServerUnavailable, UnknownJob
+from pliant.errors import ConfigError, LaunchError, NameTaken, NotAllowed, PliantError, ServerUnavailable, UnknownJob
 from pliant.jobs.status import (
     ClusterStatus,
     JobDetail,
@@ -255,7 +255,9 @@ class JobsClient(HttpClient):
         reason = refusal_reason(answer)
         if answer.is_server_error:
             return ServerUnavailable(f"{self._url}: {answer.status_code} {reason}")
-        if answer.status_code in (401, 403):
+        if answer.status_code == 403:
+            return NotAllowed(f"{self._url}: {reason}")
+        if answer.status_code == 401:
             why = "the token we gave is not its own" if self.server.token else "it wants a token"
             return ConfigError(f"{self._url} refused us, {why}: set PLIANT_TOKEN to that of the server")
         if answer.status_code == 404 and job:

@@ -7,7 +7,8 @@ So two jobs never share a device, however long one takes to leave it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,14 @@ from pliant.sched import planner
 from pliant.sched.cluster import Changes, Cluster, ScheduledJob, SchedulingPolicy
 from pliant.sched.decision import decide
 from pliant.sched.planner import Counts
+from pliant.sched.tenants import OTHERS, Tenant, TenantShares
 from pliant.sched.throughput import Devices, Throughput, device_key
 
 RESERVE_GRACE_S = 0.4
 """After a reservation, jobs may take this long to leave in good order. Then they are killed, which costs a step that is
 done again, or the steps since the last checkpoint."""
+GIVE_BACK_GRACE_S = 0.4
+"""The same for workers on borrowed devices that their owner's job waits for; the step is done again, and nothing else."""
 END_GRACE_S = 60.0
 """The same for a job that is put off for another, or stopped."""
 MAX_LOSSES = 3
@@ -169,6 +173,10 @@ class ManagedJob:
     """Devices before the job grew to its present ones; empty once it is known which are faster."""
     avoided: dict[Devices, float] = field(default_factory=dict)
     """Devices on which the job was slower, and until when that is believed."""
+    tenant: str = ""
+    """Who submitted it; empty: the server's owner."""
+    leave_by_s: float | None = None
+    """When workers are killed that are on devices which the job shall leave and another tenant is owed."""
 
     def __post_init__(self) -> None:
         self.throughput.replicas = self.demand.replicas
@@ -233,6 +241,7 @@ class ManagedJob:
             mixed=demand.mixed,
             min_devices=least,
             max_devices=most,
+            tenant=self.tenant,
             held=held,
             avoided=frozenset(devices for devices, until_s in self.avoided.items() if now_s < until_s),
         )
@@ -249,7 +258,7 @@ class ManagedJob:
         """Return what a scheduler that starts again must know; it can see the rest."""
         saved = {name: getattr(self, name) for name in _SAVED}
         avoided = [[list(map(list, devices)), until_s] for devices, until_s in self.avoided.items()]
-        return {**saved, "throughput": self.throughput.to_json(), "avoided": avoided}
+        return {**saved, "throughput": self.throughput.to_json(), "avoided": avoided, "tenant": self.tenant}
 
     @classmethod
     def from_json(cls, demand: Demand, value: Mapping[str, Any]) -> ManagedJob:
@@ -258,6 +267,7 @@ class ManagedJob:
             **{name: value[name] for name in _SAVED},
             throughput=Throughput.from_json(demand.replicas, value["throughput"]),
             avoided={device_key(dict(map(tuple, devices))): until_s for devices, until_s in value["avoided"]},
+            tenant=value.get("tenant", ""),
         )
         job.throughput.place(job.asked)
         return job
@@ -270,9 +280,16 @@ class SchedulerState:
     """All jobs of a cluster and who has which devices. `now_s` is Unix time, because jobs outlive the scheduler."""
 
     def __init__(
-        self, policy: SchedulingPolicy, devices: Counts, jobs: Iterable[ManagedJob] = (), reserved: Counts | None = None
+        self,
+        policy: SchedulingPolicy,
+        devices: Counts,
+        jobs: Iterable[ManagedJob] = (),
+        reserved: Counts | None = None,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
         self.policy = policy
+        self.shares = TenantShares(policy, tenants) if tenants else None
+        """What the policy decides within; None if nobody shares the cluster by a file of tenants."""
         self.policy_error = ""
         """Why the policy has not decided when it was last asked; empty if it has."""
         self.devices = dict(devices)
@@ -294,10 +311,28 @@ class SchedulerState:
     def _unused(self, kind: str) -> int:
         return self.devices.get(kind, 0) - sum(job.used(kind) for job in self.jobs.values())
 
+    def tenant_of(self, job: ManagedJob) -> str:
+        """Return the tenant whose share the job is in; empty if there are none."""
+        if self.shares is None:
+            return ""
+        return job.tenant if job.tenant in self.shares.tenants else OTHERS
+
+    def used_by(self, tenant: str) -> Counter[str]:
+        """Return the devices by type that nobody but the tenant's jobs can have now."""
+        mine = [job for job in self.jobs.values() if self.tenant_of(job) == tenant]
+        return Counter({kind: sum(job.used(kind) for job in mine) for kind in self.devices})
+
     @property
     def reserved_is_free(self) -> bool:
         """Whether no process is on reserved devices."""
         return all(self._unused(kind) >= min(count, self.devices.get(kind, 0)) for kind, count in self.reserved.items())
+
+    @property
+    def somebody_waits_for_devices(self) -> bool:
+        """Whether a reservation, or another tenant, waits until jobs have left devices."""
+        return self.reserve_by_s is not None or any(
+            job.leave_by_s is not None and self._is_owed(job) for job in self.active
+        )
 
     @property
     def active(self) -> list[ManagedJob]:
@@ -305,8 +340,8 @@ class SchedulerState:
 
     # --- requests ---
 
-    def submit(self, demand: Demand, now_s: float) -> list[Action]:
-        """Add a job.
+    def submit(self, demand: Demand, now_s: float, tenant: str = "") -> list[Action]:
+        """Add a job, of a tenant or of the server's owner.
 
         Raises:
             NameTaken: there is, or was, a job of that name.
@@ -317,7 +352,7 @@ class SchedulerState:
             raise NameTaken(f"name {demand.name!r} is taken by a job that is {was}: choose another one")
         if wrong := demand.misfits(self.devices):
             raise ConfigError("; ".join(wrong.values()))
-        job = ManagedJob(demand=demand, number=self._next_number, submitted_s=now_s)
+        job = ManagedJob(demand=demand, number=self._next_number, submitted_s=now_s, tenant=tenant)
         self._next_number += 1
         self.jobs[demand.name] = job
         self._note(job, "submitted", job.why)
@@ -428,6 +463,7 @@ class SchedulerState:
     def check_time(self, now_s: float) -> list[Action]:
         """Do what has become possible since devices were left, and end runs that are late."""
         self._kill_late(now_s)
+        self._drop_late(now_s)
         self._reconcile(now_s)
         return self._take_actions()
 
@@ -448,18 +484,27 @@ class SchedulerState:
             return {}
         alive = [job for job in self.jobs.values() if not job.is_over and not job.ending and job.may_use(self.devices)]
         alive.sort(key=lambda job: (-job.demand.priority, job.number))
-        room = {kind: self.free(kind) for kind in self.devices}
-        asked = [job.for_policy(rank, room, self.devices, now_s) for rank, job in enumerate(alive)]
+        room = {tenant: self._room(tenant) for tenant in {self.tenant_of(job) for job in alive}}
+        asked = [job.for_policy(rank, room[self.tenant_of(job)], self.devices, now_s) for rank, job in enumerate(alive)]
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
+        policy = self.shares or self.policy
         # Jobs that are ending have been given nothing, and hold what they still have: it is given when it is free.
         changes: Changes = {}
         try:
-            changes = decide(self.policy, self.policy.jobs(asked), cluster, now_s)
+            changes = decide(policy, policy.jobs(asked), cluster, now_s)
             self.policy_error = ""
         except PolicyFailed as error:  # what was decided before stays
             self.policy_error = str(error)
         stranded: Changes = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
         return self._within_bounds(alive, {**stranded, **changes})
+
+    def _room(self, tenant: str) -> dict[str, int]:
+        """Return the devices by type that are free, or that others must leave because they are in the tenant's quota."""
+        free = {kind: self.free(kind) for kind in self.devices}
+        if self.shares is None:
+            return free
+        quota, used = self.shares.tenants[tenant].quota, self.used_by(tenant)
+        return {kind: max(count, quota.get(kind, 0) - used[kind]) for kind, count in free.items()}
 
     def _within_bounds(self, ranked: list[ManagedJob], changes: Changes) -> Changes:
         """Take devices that are reserved or gone from the last jobs: some policies never take anything back."""
@@ -526,7 +571,10 @@ class SchedulerState:
                 if not job.target:
                     self._end(job, PUT_OFF, "ends after its step, with a checkpoint", by_s or now_s + END_GRACE_S)
                 else:
-                    self._ask(job, {kind: min(count, job.target.get(kind, 0)) for kind, count in job.asked.items()})
+                    kept = {kind: min(count, job.target.get(kind, 0)) for kind, count in job.asked.items()}
+                    if kept != job.asked:
+                        job.leave_by_s = now_s + GIVE_BACK_GRACE_S
+                    self._ask(job, kept)
         for job in ranked:
             lacking = {kind: count - job.asked.get(kind, 0) for kind, count in job.target.items()}
             if job.is_over or job.ending or not any(lacking.values()):
@@ -580,6 +628,31 @@ class SchedulerState:
         elif now_s >= self.reserve_by_s:
             self.reserve_by_s = now_s + RESERVE_GRACE_S
             self._clear_reserved(now_s, killed)
+
+    def _drop_late(self, now_s: float) -> None:
+        """Kill workers that have not left in time what another tenant is owed and has a job for."""
+        for job in self.active:
+            if job.leave_by_s is None:
+                continue
+            if job.ending or not (job.is_leaving or job.is_uninformed):
+                job.leave_by_s = None
+            elif now_s >= job.leave_by_s and job.is_leaving and not job.is_uninformed and self._is_owed(job):
+                job.leave_by_s = now_s + END_GRACE_S  # again, should they not die
+                self._note(job, "dropped", "workers did not leave another tenant's devices in time: killed")
+                self._actions.append(DropWorkers(job.name))
+
+    def _is_owed(self, leaving: ManagedJob) -> bool:
+        """Return whether another tenant's job is given devices that this one has not left, and the tenant is owed them."""
+        owed = self.shares.owed if self.shares is not None else {}
+        kinds = [kind for kind in owed if leaving.occupied.get(kind, 0) > leaving.asked.get(kind, 0)]
+        for job in self.jobs.values():
+            tenant = self.tenant_of(job)
+            if tenant != self.tenant_of(leaving) and any(
+                job.target.get(kind, 0) > job.asked.get(kind, 0) and self.used_by(tenant)[kind] < owed[kind][tenant]
+                for kind in kinds
+            ):
+                return True
+        return False
 
     def _clear_reserved(self, now_s: float, killed: set[str]) -> None:
         """Kill whatever is still on reserved devices."""

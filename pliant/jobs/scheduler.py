@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, StaleView, UnknownJob
+from pliant.errors import ConfigError, NameTaken, NotAllowed, PliantError, ServerUnavailable, StaleView, UnknownJob
 from pliant.fed.jobfile import FederatedJob, make_job_folder
 from pliant.jobs.rules import (
     END_GRACE_S,
@@ -36,6 +36,7 @@ from pliant.jobs.rules import (
     StartRun,
 )
 from pliant.jobs.schema import JobSpec, TrainJob, job_from_json
+from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.status import (
     JobDetail,
     JobStatus,
@@ -49,17 +50,20 @@ from pliant.jobs.store import JobStore, StoredJob, check_not_running
 from pliant.json_text import parse_json
 from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.planner import Counts
+from pliant.sched.tenants import OTHERS, Tenant
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Time between looks at the runs; the end of a run is an event, and is seen at once."""
 URGENT_S = 0.01
-"""The same while somebody waits for a reserved device."""
+"""The same while a reservation or another tenant waits for devices."""
 RESERVE_S = 20.0
 """How long a request for a reservation waits until the devices are free; the reservation stands afterwards, too."""
 TAIL_BYTES = 1 << 20
 """How much of a record is read at one look, and how far back a scheduler that starts again looks."""
+TURN_PERIOD_S = 1.0
+"""Time between decisions while a device is due to go to another tenant."""
 
 
 # --- the seam to what starts processes ---
@@ -213,7 +217,11 @@ def demand_of(job: JobSpec) -> Demand:
 
 
 class Scheduler:
-    """Gives the devices of a backend to jobs. Works within `with scheduler.running():`."""
+    """Gives the devices of a backend to jobs. Works within `with scheduler.running():`.
+
+    In requests, `by` is the tenant who asks, who sees and changes its own jobs only; empty for the server's owner, who may
+    do all.
+    """
 
     def __init__(
         self,
@@ -222,6 +230,7 @@ class Scheduler:
         store: JobStore,
         *,
         interval_s: float = 5.0,
+        tenants: Sequence[Tenant] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend, self._store = backend, store
@@ -229,7 +238,7 @@ class Scheduler:
         self._specs: dict[str, JobSpec] = {}
         self._folders: dict[str, str] = {}
         jobs = [job for row in store.jobs(scheduled=True) if (job := self._load(row)) is not None]
-        self._state = SchedulerState(policy, backend.devices(), jobs, store.setting("reserved"))
+        self._state = SchedulerState(policy, backend.devices(), jobs, store.setting("reserved"), tenants)
         self._runs: dict[str, RunHandle] = {}
         self._tails: dict[str, RecordTail] = {}
         self._finished: set[str] = set()
@@ -276,67 +285,70 @@ class Scheduler:
 
     # --- requests, from any thread ---
 
-    def submit(self, spec: JobSpec) -> JobStatus:
+    def submit(self, spec: JobSpec, by: str = "") -> JobStatus:
         """Add a job and return its status."""
         with self._changed:
-            self._check_name(spec)
+            self._check_name(spec, by)
             if isinstance(spec, TrainJob) and spec.hosts:
                 raise ConfigError(
                     f"hosts {spec.hosts}: the scheduler places jobs by itself; use `pliant run -f` instead"
                 )
             folder = make_job_folder(spec) if isinstance(spec, FederatedJob) else self._directory(spec.name)
             self._specs[spec.name], self._folders[spec.name] = spec, str(folder)
-            self._do(self._state.submit(demand_of(spec), self._clock()))
+            self._do(self._state.submit(demand_of(spec), self._clock(), by or self._owner))
             return self._status(self._state.jobs[spec.name])
 
-    def statuses(self) -> list[JobStatus]:
+    def statuses(self, by: str = "") -> list[JobStatus]:
         """Return the status of all jobs, also of those in the foreground."""
         with self._changed:
             others = self._unscheduled()
             mine = [self._status(job) for job in sorted(self._state.jobs.values(), key=lambda job: job.number)]
-            return mine + others
+            return [job for job in mine + others if by in ("", job.tenant)]
 
-    def status(self, name: str) -> JobStatus:
+    def status(self, name: str, by: str = "") -> JobStatus:
         with self._changed:
-            return self._find(name)
+            return self._find(name, by)
 
-    def detail(self, name: str) -> JobDetail:
+    def detail(self, name: str, by: str = "") -> JobDetail:
         """Return the status, the history and the specification of a job."""
         with self._changed:
-            return stored_detail(self._find(name), self._store)
+            return stored_detail(self._find(name, by), self._store)
 
-    def stop(self, name: str, *, kill: bool = False) -> JobStatus:
+    def stop(self, name: str, by: str = "", *, kill: bool = False) -> JobStatus:
         """Tell a job to end for good."""
         with self._changed:
-            self._find(name)
+            self._find(name, by)
             if name not in self._state.jobs:
                 raise ConfigError(f"{name} runs in the foreground: end it there, or with `pliant stop` on its machine")
             self._do(self._state.stop(name, self._clock(), kill=kill))
             return self._status(self._state.jobs[name])
 
-    def resume(self, name: str) -> JobStatus:
+    def resume(self, name: str, by: str = "") -> JobStatus:
         """Let a job that is over, but not finished, go on from its checkpoint."""
         with self._changed:
-            self._find(name)
+            self._find(name, by)
             if name not in self._state.jobs:
                 self._take_over(name)
             self._do(self._state.resume(name, self._clock()))
             return self._status(self._state.jobs[name])
 
-    def forget(self, name: str) -> JobStatus:
+    def forget(self, name: str, by: str = "") -> JobStatus:
         """Delete a job that is over from the store; its files stay."""
         with self._changed:
-            status = self._find(name)
+            status = self._find(name, by)
             check_forgettable(status)
             self._forget(name)
             return status
 
-    def reserve(self, devices: Counts) -> dict[str, Any]:
+    def reserve(self, devices: Counts, by: str = "") -> dict[str, Any]:
         """Reserve devices; returns when no process of a job is on them.
 
         Raises:
+            NotAllowed: a tenant asks.
             ServerUnavailable: that has not happened in time.
         """
+        if by:
+            raise NotAllowed(f"tenant {by} may not reserve devices: ask the server's owner")
         begun_s = time.monotonic()
         with self._changed:
             for name in list(self._runs):
@@ -349,7 +361,7 @@ class Scheduler:
                 )
             return {"reserved": dict(self._state.reserved), "took_s": round(time.monotonic() - begun_s, 4)}
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self, by: str = "") -> dict[str, Any]:
         """Return the devices and who has them, as `ClusterStatus` has it."""
         with self._changed:
             state = self._state
@@ -357,20 +369,27 @@ class Scheduler:
                 "devices": dict(state.devices),
                 "reserved": dict(state.reserved),
                 "free": {kind: max(0, state.free(kind)) for kind in state.devices},
-                "jobs": {job.name: dict(job.asked) for job in state.active},
+                "jobs": {job.name: dict(job.asked) for job in state.active if by in ("", job.tenant)},
                 "policy": state.policy.name,
                 "policy_error": state.policy_error,
+                "tenants": [each.model_dump(mode="json") for each in tenant_statuses(state)],
             }
 
     # --- jobs ---
 
-    def _find(self, name: str) -> JobStatus:
+    @property
+    def _owner(self) -> str:
+        """The tenant of jobs that the server's owner submits."""
+        return "" if self._state.shares is None else OTHERS
+
+    def _find(self, name: str, by: str) -> JobStatus:
         others = self._unscheduled()
-        if name in self._state.jobs:
-            return self._status(self._state.jobs[name])
-        found = next((status for status in others if status.name == name), None)
+        job = self._state.jobs.get(name)
+        found = next((status for status in others if status.name == name), None) if job is None else self._status(job)
         if found is None:
             raise UnknownJob(f"no job {name!r}")
+        if by not in ("", found.tenant):
+            raise NotAllowed(f"job {name!r} is not of tenant {by}: only its own tenant and the server's owner may ask")
         return found
 
     def _unscheduled(self) -> list[JobStatus]:
@@ -385,12 +404,14 @@ class Scheduler:
     def _status(self, job: ManagedJob) -> JobStatus:
         row = {**self._row(job), "name": job.name, "scheduled": True}
         status = stored_status(row)
+        if why := why_waits(self._state, job):
+            status = status.model_copy(update={"why": why})
         if job.state != RUNNING:
             return status
         workers, speed = sum(job.occupied.values()), job.throughput.steps_per_s
         return status.model_copy(update={"workers": workers, "steps_per_s": speed})
 
-    def _check_name(self, spec: JobSpec) -> None:
+    def _check_name(self, spec: JobSpec, by: str) -> None:
         """Raise NameTaken if the name cannot be used; an ended federated job of the same name is forgotten."""
         name = spec.name
         directory = self._directory(name)
@@ -400,7 +421,8 @@ class Scheduler:
                 # Left by a store that is gone: its checkpoints would be taken for the new job's.
                 raise NameTaken(f"name {name!r}: {directory} is of an earlier job; remove it, or choose another name")
             return
-        if isinstance(spec, FederatedJob) and (status.is_over or status.state == "interrupted"):
+        is_mine = by in ("", status.tenant)
+        if isinstance(spec, FederatedJob) and is_mine and (status.is_over or status.state == "interrupted"):
             self._forget(name)
             return
         raise NameTaken(f"the name {name} is taken by a job that is {status.state}: choose another with --name")
@@ -485,7 +507,7 @@ class Scheduler:
                     log.warning("the scheduler works again")
                 self._changed.notify_all()
                 signals = [handle.end_signal() for handle in self._runs.values()]
-                wait_s = URGENT_S if self._state.reserve_by_s is not None else LOOK_S
+                wait_s = URGENT_S if self._state.somebody_waits_for_devices else LOOK_S
             self._wait(signals, wait_s)
 
     def _wait(self, signals: Sequence[int | None], wait_s: float) -> None:
@@ -512,6 +534,9 @@ class Scheduler:
             self._allocate_at_s = now_s + self._interval_s
             self._do(self._state.set_devices(self._backend.devices(), now_s))
             self._do(self._state.allocate(now_s))
+            if self._state.shares is not None:
+                turn_s = max(TURN_PERIOD_S, self._state.shares.turn_ends_s())
+                self._allocate_at_s = now_s + min(self._interval_s, turn_s)
         self._do(self._state.check_time(now_s))
         if (failed := self._state.policy_error) != self._told_error:
             self._told_error = failed

@@ -81,6 +81,8 @@ class JobStatus(_Answer):
     """Folder with the job's log, record and checkpoints, on the server's machine."""
     record: str = ""
     """Path of the job's record; empty where it writes none."""
+    tenant: str = ""
+    """Who submitted it; empty: the server's owner."""
     federated: FederatedProgress | None = None
 
     @property
@@ -123,6 +125,23 @@ class LogPart(_Answer):
     """Whether the job has ended and nothing comes after `end`."""
 
 
+class TenantStatus(_Answer):
+    """What a tenant is entitled to, and what its jobs have now; devices by type."""
+
+    name: str
+    weight: float
+    priority: int
+    quota: dict[str, int]
+    share: dict[str, float]
+    """Devices that it has while all tenants can use as many as there are."""
+    has: dict[str, int]
+    borrowed: dict[str, int]
+    """Those that it has beyond its share, which others leave idle."""
+    running: int
+    """Number of its jobs that have devices."""
+    waiting: int
+
+
 class ClusterStatus(_Answer):
     """Devices of the cluster by type, and which job has which."""
 
@@ -133,6 +152,8 @@ class ClusterStatus(_Answer):
     policy: str = ""
     policy_error: str = ""
     """Why the policy has not decided when it was last asked: the decision before stays. Empty if it has."""
+    tenants: list[TenantStatus] = []
+    """Those who share the cluster by `--tenants`."""
 
 
 class ReservedDevices(_Answer):
@@ -211,6 +232,7 @@ def stored_status(row: Mapping[str, Any]) -> JobStatus:
         why=row.get("why", ""),
         folder=folder,
         record=record_path(spec, folder),
+        tenant=row.get("tenant", ""),
         federated=federated,
     )
 

@@ -112,6 +112,13 @@ def _fill(amount: float, wants: Sequence[tuple[float, int, int]]) -> list[float]
     return shares(low)
 
 
+def full_shares(capacity: int, kind: str, tenants: Iterable[Tenant]) -> dict[str, float]:
+    """Return each tenant's share of the devices of a type while all of them can use as many as there are."""
+    listed = list(tenants)
+    claims = [Claim(capacity, each.weight, each.quota.get(kind, 0), each.priority) for each in listed]
+    return {each.name: share for each, share in zip(listed, fair_shares(capacity, claims), strict=True)}
+
+
 def divide(capacity: int, claims: Sequence[Claim]) -> tuple[int, ...]:
     """Return how many devices each claim gets: its fair share, rounded up for those who are next and down for the others."""
     fair = fair_shares(capacity, claims)
@@ -172,10 +179,13 @@ class TenantShares(SchedulingPolicy):
 
     def __init__(self, policy: SchedulingPolicy, tenants: Sequence[Tenant]) -> None:
         self.policy, self.tenants = policy, {each.name: each for each in with_others(tenants)}
+        self.others_are_named = any(each.name == OTHERS for each in tenants)
         self.name, self.about = policy.name, policy.about
         self.rounds, self.elastic, self.adapts_batch = policy.rounds, policy.elastic, policy.adapts_batch
         self.allotted: dict[str, dict[str, int]] = {}
         """Devices of each type that each tenant may have, as last decided; others may have borrowed them."""
+        self.owed: dict[str, dict[str, int]] = {}
+        """Those of them for which jobs of others are paused: whole devices, and the fraction that goes round if much is owed."""
         self._claims: dict[str, tuple[int, dict[str, Claim]]] = {}
         """The last decision: capacity and claims by type, with what each tenant was given."""
         self._at_s = -math.inf
@@ -186,7 +196,6 @@ class TenantShares(SchedulingPolicy):
     def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
         assert isinstance(jobs, TenantJobs), "made by self.jobs"
         claims = {kind: self._claims_of(kind, jobs, cluster, now) for kind in cluster.counts}
-        owed: dict[str, dict[str, int]] = {}
         for kind, wanted in claims.items():
             capacity = cluster.available(kind)
             sizes = divide(capacity, list(wanted.values()))
@@ -197,11 +206,11 @@ class TenantShares(SchedulingPolicy):
                 (wanted[name].credit_s for name, size in self.allotted[kind].items() if wanted[name].given > size),
                 default=math.inf,
             )
-            owed[kind] = {
+            self.owed[kind] = {
                 name: size if wanted[name].credit_s > behind_s else math.floor(share + _TINY)
                 for name, size, share in zip(wanted, sizes, shares, strict=True)
             }
-        decision = _Decision(self, jobs, cluster, now, self.allotted, owed)
+        decision = _Decision(self, jobs, cluster, now, self.allotted, self.owed)
         decision.use_shares()
         for kind in cluster.counts:
             decision.take_back(kind)
@@ -219,8 +228,14 @@ class TenantShares(SchedulingPolicy):
 
     def wakes_s(self, jobs: ClusterJobs, now: float) -> float:
         assert isinstance(jobs, TenantJobs), "made by self.jobs"
-        turns = [turn_ends_s(capacity, list(claims.values())) for capacity, claims in self._claims.values()]
-        return min([now + min(turns, default=math.inf), *(self.policy.wakes_s(each, now) for each in jobs.of.values())])
+        return min([now + self.turn_ends_s(), *(self.policy.wakes_s(each, now) for each in jobs.of.values())])
+
+    def turn_ends_s(self) -> float:
+        """Return how many seconds after the last decision a device goes to another tenant if nothing happens."""
+        return min(
+            (turn_ends_s(capacity, list(claims.values())) for capacity, claims in self._claims.values()),
+            default=math.inf,
+        )
 
     def _claims_of(self, kind: str, jobs: TenantJobs, cluster: Cluster, now: float) -> dict[str, Claim]:
         capacity = cluster.available(kind)
@@ -365,22 +380,26 @@ class _Decision:
 
     @contextmanager
     def _as_if_changed(self, tenant: str) -> Iterator[None]:
-        """Show the jobs of a tenant to its policy as if the changes so far had been carried out."""
-        jobs, held = self._jobs.of[tenant], {}
+        """Show the jobs of a tenant to its policy as if the changes so far had been carried out.
+
+        A job that starts has all that it gets for now: policies give it more when it runs.
+        """
+        jobs = self._jobs.of[tenant]
         mine = [job for name in self.changes if self._jobs.tenant_of(job := self._found(name)) == tenant]
+        before = [(job.held, job.max_devices) for job in mine]
         for job in mine:
-            held[job.name] = job.held
-            self._show(jobs, job, self.changes[job.name])
+            devices = self.changes[job.name]
+            self._show(jobs, job, devices, job.max_devices if job.held or not devices else sum(devices.values()))
         try:
             yield
         finally:
-            for job in mine:
-                self._show(jobs, job, held[job.name])
+            for job, (held, most) in zip(mine, before, strict=True):
+                self._show(jobs, job, held, most)
 
-    def _show(self, jobs: ClusterJobs, job: ScheduledJob, devices: dict[str, int]) -> None:
+    def _show(self, jobs: ClusterJobs, job: ScheduledJob, devices: dict[str, int], most: int) -> None:
         job.sync(self._now)
         jobs.remove(job)
-        job.held, job.memory = devices, {}
+        job.held, job.max_devices, job.memory = devices, most, {}
         jobs.add(job)
 
     # --- what is so far ---

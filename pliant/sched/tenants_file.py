@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pliant.errors import reason
 from pliant.sched.tenants import OTHERS, Tenant
+from pliant.tokens import token_hash
 from pliant.yaml_source import KeyPath, YamlSource, name_error, validate
 
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -112,8 +112,3 @@ def _token(name: str, entry: TenantEntry, folder: Path) -> tuple[str, str]:
             f"token_file {entry.token_file}: use a token of 16 characters or more, printable ASCII without spaces",
         )
     return token_hash(token), ""
-
-
-def token_hash(token: str) -> str:
-    """Return the SHA-256 of a token in hexadecimal digits."""
-    return hashlib.sha256(token.encode()).hexdigest()

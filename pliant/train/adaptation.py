@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.topology import host_leaders
 from pliant.errors import ConfigError
 from pliant.identity import JOB_NAME, WorkerSpec
+from pliant.train.gpu_meter import GpuMeter
 
 if TYPE_CHECKING:
     from pliant.train.events import Progress
@@ -83,7 +85,8 @@ class Adaptation:
         self._workers: tuple[WorkerFigures, ...] = ()
         self._time_s = 0.0
         """Time since the job began, by the first worker's clock."""
-        self._before = (0.0, 0)
+        self._before, self._waited_s = (0.0, 0), 0.0
+        self._gpu = GpuMeter()
         self._recorded_view = -1
         """The newest view whose workers are in the record."""
         self._asked = {"train": False, "epoch": -1}
@@ -160,21 +163,27 @@ class Adaptation:
         """Whether decisions are carried out at the end of the step in progress. Its sums must all have arrived before."""
         return bool(self._agreed) or self._progress.step + 1 in (self._replayed or ())
 
-    def record_timing(self, compute_s: float) -> None:
-        """Record how long the step took here, and what it sent."""
+    def record_timing(self, compute_s: float, waited_s: float) -> None:
+        """Record how long the step took here, and what it sent. `waited_s`: how long the program has waited so far, in all
+        its steps."""
         if not self.is_active:
             return
         lanes = self._engine.throughput().values()
         now_s, sent = time.monotonic(), self._engine.wire_bytes
+        step_s = now_s - self._before[0]
+        gpu_bytes, gpu_use = self._gpu.read(now_s)
         self._figures = WorkerFigures(
             name="",
-            step_s=now_s - self._before[0],
+            step_s=step_s,
             compute_s=compute_s,
             comm_bytes=sum(lane.num_bytes for lane in lanes),
             comm_s=max((lane.busy_s for lane in lanes), default=0.0),
             egress_bytes=sent - self._before[1],
+            wait_s=min(waited_s - self._waited_s, step_s),
+            gpu_bytes=gpu_bytes,
+            gpu_use=gpu_use,
         )
-        self._before = (now_s, sent)
+        self._before, self._waited_s = (now_s, sent), waited_s
 
     def end_step(self) -> None:
         """Carry out what was agreed on, observe the job, and ask the policies what to do next.
@@ -341,6 +350,8 @@ class Adaptation:
             self._recorder.write(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
+        if self._engine.rank != 0:
+            return
         if self._recorded_view != seen.view:
             self._recorded_view = seen.view
             workers = [each.name for each in seen.workers]
@@ -474,7 +485,7 @@ def _parse_policies(text: str) -> list[Policy]:
 # --- rows and decisions as bytes ---
 
 
-_MESSAGE = struct.Struct("<Idddddd")
+_MESSAGE = struct.Struct(f"<I{len(fields(WorkerFigures))}d")
 """The length of the decisions, the clock, and the fields of `WorkerFigures`."""
 MESSAGE_BYTES = _MESSAGE.size
 NamedDecision = tuple[str, Decision]
@@ -532,9 +543,28 @@ def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
         "learning_rate_factor": seen.learning_rate_factor,
         "step_s": round(seen.step_s, 6),
         "samples_per_s": round(seen.samples_per_s, 3),
+        **_phases(seen.workers),
         **{name: value for name, value in measured.items() if value is not None},
         **({"values": values} if values else {}),
     }
+
+
+def _phases(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
+    """Describe how the time of a step divides, whom the others waited for, and what the GPUs did."""
+    if not any(each.step_s for each in workers):  # the first step of a view
+        return {}
+    found: dict[str, Any] = {
+        "compute_s": round(fmean(each.compute_s for each in workers), 6),
+        "wait_s": round(fmean(each.wait_s for each in workers), 6),
+    }
+    if len(workers) > 1:
+        own_s = [each.step_s - each.wait_s for each in workers]
+        slowest = own_s.index(max(own_s))
+        found |= {"slowest": slowest, "slowest_s": round(own_s[slowest], 6)}
+    if any(each.gpu_bytes for each in workers):
+        found["gpu_bytes"] = int(max(each.gpu_bytes for each in workers))
+        found["gpu_use"] = round(fmean(each.gpu_use for each in workers), 3)
+    return found
 
 
 def links_fact(hosts: Sequence[str], rates: LinkRates) -> dict[str, Any]:

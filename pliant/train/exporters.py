@@ -219,6 +219,16 @@ class MetricsServer(Collector):
             yield GaugeMetricFamily(
                 "pliant_compute_seconds", "This worker's own part of the last step.", value=own.compute_s
             )
+            yield GaugeMetricFamily(
+                "pliant_wait_seconds", "What this worker waited for others in the last step.", value=own.wait_s
+            )
+            if own.gpu_bytes:
+                yield GaugeMetricFamily(
+                    "pliant_gpu_memory_bytes", "What torch holds on this worker's GPU.", value=own.gpu_bytes
+                )
+                yield GaugeMetricFamily(
+                    "pliant_gpu_utilization", "Share of the time in which its GPU computes.", value=own.gpu_use
+                )
             rate = GaugeMetricFamily(
                 "pliant_strategy_bytes_per_second", "What collectives carried.", labels=["strategy"]
             )

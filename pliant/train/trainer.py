@@ -221,7 +221,7 @@ class Trainer:
         if views.reported != views.last_pass_in == self._member.entered:
             views.report_step()
         if adaptation.is_active or listeners.want_values:
-            adaptation.record_timing(views.timer.compute_s)
+            adaptation.record_timing(views.timer.compute_s, self.deferred.waits.seconds)
             adaptation.values |= step.means
         if adaptation.is_active or adaptation.values or adaptation.last_values:
             try:

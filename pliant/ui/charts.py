@@ -12,10 +12,21 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pliant.duration import span_text
-from pliant.ui.timeline import LR, FederatedTimeline, JobTimeline, Point, Series, TimelineEvent
+from pliant.fed.participation import RoundClients
+from pliant.ui.timeline import (
+    LR,
+    OUTCOMES,
+    FederatedTimeline,
+    JobTimeline,
+    Point,
+    Series,
+    TimelineEvent,
+    clients_text,
+)
 
 # --- frames and lines ---
 
@@ -25,6 +36,8 @@ Options = dict[str, Any]
 COLOURS = ("#4c8dff", "#f59e0b", "#22b07d", "#e5484d", "#8e6cf0", "#12a5b8", "#d6409f", "#8d8d86")
 TEXT, LINE = "#79818d", "rgba(128,136,150,.22)"
 MOST_POINTS = 800
+MOST_DOTS = 4000
+"""Most clients in the chart of the newest rounds."""
 MOST_MEANS = 240
 """Most points of a curve's outline, and of its means."""
 ROUND = "v => v == null ? '' : (Math.abs(v) >= 1000 ? Math.round(v).toLocaleString('en') : String(Number(v.toPrecision(4))))"
@@ -144,6 +157,18 @@ def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", l
         options["yAxis"]["min"] = least
     options["tooltip"][":formatter"] = _formatter(window)
     options["series"] = lines
+    return options
+
+
+PHASE_NAMES = {"compute_s": "turns", "wait_s": "waiting", "other_s": "rest of the program"}
+
+
+def phases(given: Mapping[str, Series], window: StepWindow) -> Options:
+    """Return a chart of how the time of steps divides, one phase above the other."""
+    options = curves(given, window, unit="s", least=0)
+    options["series"] = [each for each in options["series"] if not each["silent"]]
+    for each in options["series"]:
+        each |= {"stack": "phases", "areaStyle": {"opacity": 0.4}}
     return options
 
 
@@ -379,6 +404,7 @@ def fed_rounds(fed: FederatedTimeline) -> Options:
 
 def fed_picked(fed: FederatedTimeline) -> Options:
     """Return a chart of the clients in the newest rounds, with a dot for each."""
+    shown = _dots(fed)
     options = frame(False, "round", "client")
     options["xAxis"] |= {"min": "dataMin", "max": "dataMax"}
     options["tooltip"] = {**tooltip("item"), ":formatter": "p => `round ${p.value[0]}, client ${p.value[1]}`"}
@@ -389,7 +415,7 @@ def fed_picked(fed: FederatedTimeline) -> Options:
             "name": outcome,
             "symbolSize": 5,
             "itemStyle": {"color": colour, "opacity": 0.8},
-            "data": [[number, client] for number, clients in fed.recent.items() for client in clients[outcome]],
+            "data": [[number, client] for number, clients in shown.items() for client in clients[outcome]],
             "animation": False,
         }
         for outcome, colour in OUTCOME_COLOURS.items()
@@ -397,19 +423,46 @@ def fed_picked(fed: FederatedTimeline) -> Options:
     return options
 
 
+def _dots(fed: FederatedTimeline) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Return clients by round and outcome, of as many of the newest rounds as can be drawn; of a larger round, every so many."""
+    shown: dict[int, dict[str, tuple[int, ...]]] = {}
+    room = MOST_DOTS
+    for number in sorted(fed.recent, reverse=True):
+        clients = {outcome: getattr(fed.recent[number], outcome) for outcome in OUTCOME_COLOURS}
+        count = sum(map(len, clients.values()))
+        if count > room and shown:
+            break
+        every = max(1, -(-count // room))
+        shown[number] = {outcome: ids[::every] for outcome, ids in clients.items()}
+        room -= count
+    return dict(sorted(shown.items()))
+
+
 def fed_fairness(fed: FederatedTimeline) -> Options:
-    """Return a histogram of how often clients were picked."""
-    bins = max(1, -(-max(fed.picks.values(), default=0) // 40))
-    heights = Counter((often - 1) // bins for often in fed.picks.values())
-    places = range(max(heights, default=-1) + 1)
-    labels = [str(place + 1) if bins == 1 else f"{place * bins + 1}-{(place + 1) * bins}" for place in places]
-    options = frame(False, "times picked", "clients")
+    """Return a histogram of how often clients were picked, with those that never were."""
+    picked = fed.clients.figures().picked
+    labels = [f"{low:g}" if high - low == 1 else f"{low:g}-{high - 1:g}" for low, high in pairwise(picked.bars.edges)]
+    never = {"0": picked.never} if picked.never else {}
+    return _histogram([*never, *labels], [*never.values(), *picked.bars.counts], "times picked")
+
+
+def fed_durations(fed: FederatedTimeline) -> Options | None:
+    """Return a histogram of how long clients take for an update; None if the record does not tell."""
+    took = fed.clients.figures().duration_s
+    if took is None:
+        return None
+    labels = [f"{low:.3g}-{high:.3g}" for low, high in pairwise(took.bars.edges)]
+    return _histogram(labels, took.bars.counts, "seconds of an update")
+
+
+def _histogram(labels: Sequence[str], heights: Sequence[int], name: str) -> Options:
+    options = frame(False, name, "clients")
     options["xAxis"] |= {"type": "category", "data": labels}
     options["series"] = [
         {
             "type": "bar",
             "name": "clients",
-            "data": [heights[place] for place in places],
+            "data": list(heights),
             "itemStyle": {"color": COLOURS[0], "borderRadius": [3, 3, 0, 0]},
             "animation": False,
         }
@@ -420,8 +473,9 @@ def fed_fairness(fed: FederatedTimeline) -> Options:
 def fed_description(fed: FederatedTimeline) -> dict[str, str]:
     """Describe the charts in words, for screen readers."""
     target = "" if fed.target is None else f", target {fed.target:g} %"
-    newest = fed.recent[max(fed.recent)] if fed.recent else {}
-    counts = ", ".join(f"{len(clients)} {outcome}" for outcome, clients in newest.items())
+    newest = fed.recent[max(fed.recent)] if fed.recent else RoundClients()
+    counts = ", ".join(f"{len(getattr(newest, outcome))} {outcome}" for outcome in OUTCOMES)
+    told = dict(fed.clients.figures().facts())
     best = "none yet" if fed.best is None else f"{fed.best:.2f} % at best"
     last = {name: series.last for name, series in fed_losses(fed).items()}
     said = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if value is not None)
@@ -429,6 +483,7 @@ def fed_description(fed: FederatedTimeline) -> dict[str, str]:
         "accuracy": f"accuracy over the virtual clock: {best} after {span_text(fed.clock_s)}{target}",
         "loss": f"loss by round: {said or 'none yet'}",
         "rounds": f"{fed.rounds} rounds; the newest: {counts}",
-        "picked": f"who was picked in the newest rounds; round {fed.rounds}: {', '.join(map(str, newest.get('invited', ())))}",
-        "fairness": f"{len(fed.picks)} clients were picked, the most frequent {max(fed.picks.values(), default=0)} times",
+        "picked": f"who was picked in the newest rounds; round {fed.rounds}: {clients_text(newest.invited)}",
+        "fairness": f"clients picked: {told['clients picked']}; per client: {told['picked per client']}",
+        "durations": f"an update takes {told.get('an update takes', 'an unknown time')}",
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pliant.jobs.status import JobEvent
+from pliant.jobs.status import JobEvent, TenantStatus
 from pliant.ui.charts import COLOURS, Options, frame, line
 
 ENDS = frozenset({"finished", "failed", "stopped", "put-off"})
@@ -110,6 +110,16 @@ def allocation_description(uses: Sequence[DeviceUse], devices: int) -> str:
     """Describe the present use in words, for screen readers."""
     present = ", ".join(f"{use.job} has {use.text}" for use in uses if use.end_s is None)
     return f"{devices} devices; {present or 'no job has any'}"
+
+
+def tenant_in_words(tenant: TenantStatus) -> str:
+    """Return such as `vision: 3 of 2 cpu, 1 borrowed`."""
+    parts = []
+    for kind in {**tenant.share, **tenant.has}:
+        has, share, borrowed = tenant.has.get(kind, 0), tenant.share.get(kind, 0.0), tenant.borrowed.get(kind, 0)
+        if has or share:
+            parts.append(f"{has} of {share:.3g} {kind}" + (f", {borrowed} borrowed" if borrowed else ""))
+    return f"{tenant.name}: {', '.join(parts) or 'nothing'}"
 
 
 def join_small_jobs(uses: Sequence[DeviceUse]) -> list[DeviceUse]:

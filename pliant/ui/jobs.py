@@ -184,6 +184,8 @@ class ShownJob:
     """Present workers by the job's config server."""
     devices: str = ""
     """Devices in a cluster, such as cpu=2."""
+    tenant: str = ""
+    """Who submitted it in a cluster that tenants share."""
     is_stored: bool = False
     """Whether the job store knows the job; then its state counts."""
     cluster_events: list[JobEvent] = field(default_factory=list)

@@ -13,7 +13,7 @@ from pliant.duration import span_text
 from pliant.errors import PliantError
 from pliant.ui import charts, widgets
 from pliant.ui.charts import StepWindow
-from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses
+from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses, tenant_in_words
 from pliant.ui.controls import JobActions, StepRange
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, Watcher
 from pliant.ui.timeline import FederatedTimeline, JobTimeline, Series, ViewWorkers, plural
@@ -50,12 +50,15 @@ class JobPage:
             self._values = ChartCard("Loss", wide=True)
             self._others = [ChartCard("Reported by the program") for _ in range(MOST_OTHERS)]
             self._speed = ChartCard("Throughput")
+            self._phases = ChartCard("Where the time of a step goes")
             self._noise = ChartCard("Noise scale and batch size")
             self._map = ChartCard("Workers over time")
             self._graph = ChartCard("Topology")
             self._rounds = ChartCard("Rounds")
             self._picked = ChartCard("Who was picked")
             self._fair = ChartCard("How often clients were picked")
+            self._took = ChartCard("How long clients take")
+            self._figures = HtmlCard("In figures")
             self._events = HtmlCard("Events")
             self._now = HtmlCard("Workers and replicas now")
             with ui.element("section").classes("card wide").mark("logs") as self._log_card:
@@ -89,6 +92,8 @@ class JobPage:
                 self._draw_training(job.timeline)
             else:
                 self._draw_federated(job.timeline.federated)
+            facts = job.timeline.facts
+            self._figures.show(widgets.figure_table(facts) if facts else "")
             self._draw_view(job)
             self._events.show(widgets.event_list(job.events, job.timeline.unit))
 
@@ -103,6 +108,8 @@ class JobPage:
             self._curves(card, given, window, title=", ".join(given) if len(given) < 3 else "Also reported")
         speed = {"samples/s": figures["samples_per_s"]} if "samples_per_s" in figures else {}
         self._curves(self._speed, speed, window, unit="samples/s", least=0, key="" if first else key)
+        parts = {name: figures[figure] for figure, name in charts.PHASE_NAMES.items() if figure in figures}
+        self._phases.show(charts.phases(parts, window) if parts else None, charts.description(parts, window))
         noise = {name: figures[figure] for name, figure in charts.NOISE.items() if figure in figures}
         sizes = noise[charts.BATCH].thinned(50) if charts.BATCH in noise else []
         shown = any(name != charts.BATCH for name in noise) or len({size for _, size in sizes}) > 1
@@ -153,7 +160,8 @@ class JobPage:
         self._values.show(charts.fed_loss(fed) if has_loss else None, description["loss"])
         self._rounds.show(charts.fed_rounds(fed) if fed.rounds else None, description["rounds"])
         self._picked.show(charts.fed_picked(fed) if fed.recent else None, description["picked"])
-        self._fair.show(charts.fed_fairness(fed) if fed.picks else None, description["fairness"])
+        self._fair.show(charts.fed_fairness(fed) if fed.clients.picked else None, description["fairness"])
+        self._took.show(charts.fed_durations(fed), description["durations"])
 
     # --- logs ---
 
@@ -221,6 +229,8 @@ def _federated_facts(fed: FederatedTimeline) -> Sequence[tuple[str, str]]:
 def _training_facts(job: ShownJob) -> Sequence[tuple[str, str]]:
     timeline = job.timeline
     given: list[tuple[str, str]] = []
+    if job.tenant:
+        given.append(("tenant", job.tenant))
     if job.step is not None:
         given += [("step", f"{job.step:,}"), ("replicas", str(timeline.replicas))]
     given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))
@@ -309,7 +319,9 @@ class Index:
         self._cluster.show(
             allocation_chart(found, devices, now_s),
             allocation_description(found, devices),
-            note=free + (f"; reserved: {reserved}" if reserved else ""),
+            note="; ".join(
+                [free, *([f"reserved: {reserved}"] if reserved else []), *map(tenant_in_words, status.tenants)]
+            ),
         )
         self._decided.show(widgets.decision_list(events))
 

@@ -197,7 +197,7 @@ class StoreSource:
         job.is_stored, job.name = True, status.name
         job.reported_state, job.reported_why = status.state, status.why
         job.devices = ",".join(f"{kind}={count}" for kind, count in status.devices.items() if count)
-        job.begun_s = status.submitted_s
+        job.begun_s, job.tenant = status.submitted_s, status.tenant
         job.control = None if status.is_over or status.state == "interrupted" else _control(status, jobs)
         if not self._is_local:
             if not job.logs and isinstance(jobs, JobsClient):

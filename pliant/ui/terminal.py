@@ -14,9 +14,16 @@ from rich.text import Text
 
 from pliant.errors import PliantError
 from pliant.jobs.status import ClusterStatus
-from pliant.ui.cluster_chart import device_uses, devices_in_use
+from pliant.ui.cluster_chart import device_uses, devices_in_use, tenant_in_words
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
-from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent
+from pliant.ui.timeline import (
+    FederatedTimeline,
+    MeasuredLinks,
+    Series,
+    TimelineEvent,
+    ViewWorkers,
+    clients_text,
+)
 from pliant.ui.topology_chart import rate_text
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -139,9 +146,13 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
     if job.why:
         parts.append(Text(strip_controls(job.why), "dim"))
     if timeline.views:
-        parts.append(_view_line(job, width))
+        parts.append(_view_line(timeline.views[-1], width))
+    elif job.members:
+        parts.append(_view_line(ViewWorkers(0, job.members, 0), width))
     if timeline.links is not None:
         parts.append(_links(timeline.links))
+    if facts := timeline.facts:
+        parts.append(_figure_table(facts))
     if timeline.federated is not None and timeline.federated.recent:
         parts.append(_picked(timeline.federated))
     parts += [_event(event, timeline.unit) for event in job.events[-NEWS:]]
@@ -154,15 +165,15 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
     )
 
 
-def _view_line(job: ShownJob, width: int) -> Text:
+def _view_line(view: ViewWorkers, width: int) -> Text:
     """Return the number of workers of each host."""
-    view = job.timeline.views[-1]
     hosts: dict[str, int] = {}
     for name in view.workers:
         host = name.rpartition(":")[0] or "here"
         hosts[host] = hosts.get(host, 0) + 1
     told = "  ".join(f"{host} {'■' * count if count <= 8 else f'■×{count}'}" for host, count in hosts.items())
-    shown = strip_controls(f"{view.replicas} replicas on {told}  ({view.strategy or 'AUTO'})")
+    replicas = f"{view.replicas} replicas on " if view.replicas else ""
+    shown = strip_controls(f"{replicas}{told}  ({view.strategy or 'AUTO'})" if replicas else told)
     text = Text(shown, no_wrap=True, overflow="ellipsis")
     text.truncate(max(20, width - 4), overflow="ellipsis")
     return text
@@ -172,7 +183,8 @@ def _event(event: TimelineEvent, unit: str) -> Text:
     told = Text(f"{_clock(event.time_s)} {'' if event.step is None else f'{unit} {event.step}':<12} ", "dim")
     told.append(strip_controls(event.what), EVENT_STYLES.get(event.kind, ""))
     told.append(strip_controls(f"  {event.why}") if event.why else "", "dim")
-    told.no_wrap, told.overflow = True, "ellipsis"
+    if event.kind != "stalled":  # its stack says what to repair
+        told.no_wrap, told.overflow = True, "ellipsis"
     return told
 
 
@@ -192,13 +204,22 @@ def _links(links: MeasuredLinks) -> Text:
 
 
 def _picked(fed: FederatedTimeline) -> Text:
-    """Return the clients of the newest round, and how many were picked so far."""
+    """Return the clients of the newest round."""
     number = max(fed.recent)
     newest = fed.recent[number]
-    counts = ", ".join(f"{len(newest[name])} {name}" for name in ("aggregated", "cut", "lost"))
-    clients = " ".join(map(str, newest["invited"]))
-    text = f"{len(fed.picks)} clients picked so far; round {number}: {counts}: {clients}"
+    counts = f"{len(newest.aggregated)} aggregated, {len(newest.cut)} cut, {len(newest.lost)} lost"
+    text = f"round {number}: {counts}: {clients_text(newest.invited)}"
     return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _figure_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """Return figures that are sentences, with their names."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for name, text in facts:
+        table.add_row(Text(name), Text(strip_controls(text)))
+    return table
 
 
 def _log(job: ShownJob, most: int) -> list[str]:
@@ -226,15 +247,19 @@ def _devices(
         if status.reserved.get(kind):
             told.append(f"{status.reserved[kind]} reserved ", "yellow")
         told.append(f"{status.free.get(kind, 0)} of {count} free  ", "dim")
+    lines = [told]
+    if status.tenants:
+        shares = strip_controls("; ".join(map(tenant_in_words, status.tenants)))
+        lines.append(Text(shares, "dim", no_wrap=True, overflow="ellipsis"))
     jobs = [known.jobs[key] for key in cluster.jobs if key in known.jobs]
     events = [(job.name, event) for job in jobs for event in job.cluster_events]
     busy = devices_in_use(device_uses(events), now_s, max(10, width - 40))
     if not busy:
-        return [told]
+        return [*lines]
     total = max(1, sum(status.devices.values()))
     shown = "".join(BARS[min(7, math.floor(8 * count / total))] for _, count in busy)
     since = _clock(busy[0][0])
-    return [told, Text(f"devices in use since {since} ", "dim", no_wrap=True).append(shown, "blue")]
+    return [*lines, Text(f"devices in use since {since} ", "dim", no_wrap=True).append(shown, "blue")]
 
 
 def _clock(at_s: float) -> str:

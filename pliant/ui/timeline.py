@@ -11,7 +11,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.duration import span_text
+from pliant.duration import duration_text, span_text
+from pliant.fed.participation import Participation, RoundClients
 from pliant.record import Fact
 
 # --- series of numbers ---
@@ -69,6 +70,12 @@ class Series:
         """Return the last x whose y is not above `y`, for a series that never falls; None if there is none."""
         place = bisect_right(self._y, y)
         return self._x[place - 1] if place else None
+
+    @property
+    def average(self) -> float:
+        """The mean of all y; 0 if there are none."""
+        good = _finite(np.array(self._x), np.array(self._y))[1]
+        return float(good.mean()) if len(good) else 0.0
 
     def cut(self, after: float) -> None:
         """Remove the points after this x."""
@@ -120,8 +127,8 @@ def _points(x: Floats, y: Floats) -> list[Point]:
 # --- federated jobs ---
 
 
-MOST_ROUNDS_KEPT = 50
-"""Number of newest rounds whose clients are kept one by one."""
+MOST_ROUNDS_KEPT, MOST_CLIENTS_KEPT = 50, 100_000
+"""Most of the newest rounds whose clients are kept one by one, and most clients of these."""
 OUTCOMES = ("invited", "aggregated", "cut", "lost")
 
 
@@ -141,10 +148,10 @@ class FederatedTimeline:
     duration_s: Series = field(default_factory=Series)
     outcomes: dict[str, Series] = field(default_factory=dict)
     """Number of clients that were invited, aggregated, cut and lost."""
-    picks: Counter[int] = field(default_factory=Counter)
-    """Number of times that each client was picked."""
-    recent: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Clients of the newest rounds by outcome."""
+    clients: Participation = field(default_factory=Participation)
+    """How clients took part."""
+    recent: dict[int, RoundClients] = field(default_factory=dict)
+    """Clients of the newest rounds."""
     target: float | None = None
     """Accuracy at which the job ends, in per cent."""
 
@@ -187,25 +194,13 @@ class FederatedTimeline:
             value = float(len(told)) if isinstance(told, list) else _number(told)
             if value is not None:
                 self.outcomes.setdefault(name, Series()).add(number, value)
-        clients = {name: _clients(fact.data.get(name)) for name in OUTCOMES}
-        self._forget(number)
-        self.picks.update(clients["invited"])
-        self.recent[number] = clients
-        if len(self.recent) > MOST_ROUNDS_KEPT:
-            del self.recent[min(self.recent)]
-
-    def _forget(self, number: int) -> None:
-        """Remove rounds that a resumed job repeats."""
-        again = [each for each in self.recent if each >= number]
-        for each in again:
-            self.picks.subtract(self.recent.pop(each)["invited"])
-        if again:
-            self.picks += Counter()  # without those that are at 0
-
-
-def _clients(value: object) -> tuple[int, ...]:
-    items: Iterable[object] = value if isinstance(value, list) else ()
-    return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+        for again in [each for each in self.recent if each >= number]:  # a resumed job repeats them
+            self.clients.remove(self.recent.pop(again))
+        self.recent[number] = done = RoundClients.from_json(fact.data)
+        self.clients.add(done)
+        kept = sum(len(each.invited) for each in self.recent.values())
+        while len(self.recent) > MOST_ROUNDS_KEPT or (kept > MOST_CLIENTS_KEPT and len(self.recent) > 1):
+            kept -= len(self.recent.pop(min(self.recent)).invited)
 
 
 # --- jobs ---
@@ -215,6 +210,10 @@ MOST_EVENTS = 5000
 MOST_CALLS = 12
 """Calls of a stack that are shown. All are in the record."""
 MEASURED = ("noise_scale", "variance")
+PHASES = ("compute_s", "wait_s", "slowest", "slowest_s", "gpu_bytes", "gpu_use")
+"""How the time of a step divides, whom the others waited for (a rank, with its own time), and what the GPUs did."""
+RECENT_STEPS = 100
+"""Steps for which the page and `pliant top` say whom the others waited for."""
 LR = "learning rate"
 """Beginning of the text of decisions on the learning rate."""
 WORKING_S = 30.0
@@ -261,7 +260,8 @@ class JobTimeline:
     values: dict[str, Series] = field(default_factory=dict)
     """Values that the program reports, such as the loss, by name and step."""
     figures: dict[str, Series] = field(default_factory=dict)
-    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance, by step."""
+    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance, PHASES and other_s (the
+    time of a step that neither the turns nor waiting have), by step."""
     times: Series = field(default_factory=Series)
     """Unix time of each step."""
     events: deque[TimelineEvent] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -292,6 +292,43 @@ class JobTimeline:
         told = self.figures["workers"].last if "workers" in self.figures else None
         return int(told) if told is not None else len(self.views[-1].workers) if self.views else 0
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Return where the time of the newest steps went, whom the others waited for, and what the GPUs did, in words.
+
+        Of a federated job, how its clients took part.
+        """
+        if self.federated is not None:
+            return self.federated.clients.figures().facts() if self.federated.rounds else []
+        recent = {name: series.part(self.step - RECENT_STEPS + 1, self.step) for name, series in self.figures.items()}
+        facts = []
+        means = {name: recent[name].average for name in ("compute_s", "wait_s", "other_s") if name in recent}
+        if (whole := sum(means.values())) > 0:
+            shares = {name: f"{mean / whole:.0%}" for name, mean in means.items()}
+            facts.append(
+                (
+                    "a step takes",
+                    f"{duration_text(whole)}: {shares['compute_s']} in turns, {shares['wait_s']} waiting for other workers, "
+                    f"{shares['other_s']} in the rest of the program",
+                )
+            )
+        if self.views and "slowest" in recent:
+            since = max(self.views[-1].step, self.step - RECENT_STEPS)
+            ranks = [int(rank) for step, rank in recent["slowest"] if step > since]
+            facts += self._waited_for(ranks, recent["slowest_s"].last) if ranks else []
+        if (held := self.figures.get("gpu_bytes")) is not None and held.last:
+            facts.append(("GPU memory", f"{held.last / 2**30:.1f} GiB held by torch, on the worker that holds most"))
+            facts.append(("GPU use", f"{recent['gpu_use'].average:.0%} of the time, mean of the workers"))
+        return facts
+
+    def _waited_for(self, ranks: Sequence[int], own_s: float | None) -> list[tuple[str, str]]:
+        """Describe whom the others waited for most often in the newest steps of this view."""
+        [(rank, times)] = Counter(ranks).most_common(1)
+        workers = self.views[-1].workers
+        name = workers[rank] if 0 <= rank < len(workers) else "unknown"
+        own = "" if own_s is None else f"; without its waits, the last step of the slowest took {duration_text(own_s)}"
+        return [("others wait for", f"rank {rank} ({name}) in {times} of the last {plural(len(ranks), 'step')}{own}")]
+
     def step_at(self, time_s: float) -> int | None:
         """Return the last step that was done by then; None if there was none."""
         step = self.times.x_at(time_s)
@@ -321,7 +358,9 @@ class JobTimeline:
         self.links, self.federated, self.step = None, None, fact.step
         if isinstance(config := fact.data.get("config"), dict) and "participants" in config:
             target = _number(config.get("target"))
-            self.federated = FederatedTimeline(target=100 * target if target else None)
+            self.federated = FederatedTimeline(
+                target=100 * target if target else None, clients=Participation.of_start(fact.data)
+            )
         what = f"starts on {plural(workers, 'worker')}" if workers else "starts"
         self._add(fact, "start", what)
 
@@ -341,9 +380,12 @@ class JobTimeline:
     def _step(self, fact: Fact) -> None:
         self.step, data = fact.step, fact.data
         self.times.add(fact.step, fact.time_s)
-        for name in ("samples_per_s", "step_s", "workers", *MEASURED):
-            if (value := _number(data.get(name))) is not None and (value > 0 or name in MEASURED):
+        for name in ("samples_per_s", "step_s", "workers", *MEASURED, *PHASES):
+            if (value := _number(data.get(name))) is not None and (value > 0 or name in (*MEASURED, *PHASES)):
                 self.figures.setdefault(name, Series()).add(fact.step, value)
+        step_s, compute_s, wait_s = (_number(data.get(name)) for name in ("step_s", "compute_s", "wait_s"))
+        if step_s is not None and compute_s is not None and wait_s is not None:
+            self.figures.setdefault("other_s", Series()).add(fact.step, max(0.0, step_s - compute_s - wait_s))
         if (batch := _number(data.get("batch_size"))) is not None:
             self.figures.setdefault("batch_size", Series()).add(fact.step, batch * self.replicas)
         values = data.get("values")
@@ -477,6 +519,12 @@ def _number(value: object) -> float | None:
 def _whole(data: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = data.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def clients_text(clients: Sequence[int], most: int = 40) -> str:
+    """Return the numbers of clients, of very many the first."""
+    more = f" and {len(clients) - most} more" if len(clients) > most else ""
+    return ", ".join(map(str, clients[:most])) + more
 
 
 def plural(number: int, noun: str) -> str:

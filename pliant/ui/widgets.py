@@ -57,6 +57,8 @@ h1.crumb { font-size: 1rem; font-weight: 400; margin: 0; line-height: 1.6; }
 .facts { display: flex; flex-wrap: wrap; gap: 8px 26px; }
 .fact { font-variant-numeric: tabular-nums; font-size: 1.05rem; font-weight: 600; max-width: 100%; }
 .fact small { font-weight: 400; }
+.figures { font-size: .84rem; font-variant-numeric: tabular-nums; border-spacing: 0 4px; }
+.figures th { font-weight: 400; color: var(--soft); text-align: left; vertical-align: top; padding-right: 14px; white-space: nowrap; }
 .hosts { display: grid; gap: 6px; max-height: 300px; overflow-y: auto; align-content: start; }
 .host { display: grid; grid-template-columns: minmax(70px, 130px) minmax(0, 1fr); gap: 8px; align-items: center; font-size: .78rem; color: var(--soft); }
 .squares { display: flex; flex-wrap: wrap; gap: 3px; }
@@ -194,9 +196,10 @@ def job_row(job: ShownJob, now_s: float) -> str:
         ]
     cells.append(("age", job.age(now_s)))
     told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in cells)
+    about = (f"{job.tenant}: " if job.tenant else "") + (job.reported_why or job.command or job.where)
     return (
         f'<li><a class="job" href="/job/{job.key}"><span><b>{html.escape(job.name)}</b>'
-        f"<small>{html.escape(job.reported_why or job.command or job.where)}</small></span>{chip(state)}{told}</a></li>"
+        f"<small>{html.escape(about)}</small></span>{chip(state)}{told}</a></li>"
     )
 
 
@@ -210,6 +213,14 @@ def facts(given: Sequence[tuple[str, str]]) -> str:
         f'<div class="fact"><small>{html.escape(name)}</small>{html.escape(value)}</div>' for name, value in given
     )
     return f'<div class="facts">{cells}</div>'
+
+
+def figure_table(given: Sequence[tuple[str, str]]) -> str:
+    """Return figures that are sentences, with their names, as HTML."""
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in given
+    )
+    return f'<table class="figures">{rows}</table>'
 
 
 def worker_squares(view: ViewWorkers) -> str:

@@ -21,7 +21,7 @@ from pliant.fed.rounds.loop import simulate
 pytestmark = pytest.mark.timeout(120)
 SEEDS = (0, 1, 2, 3, 4) if os.environ.get("PLIANT_FULL") else (0, 1)
 TARGET = 0.9
-OORT: dict[str, Any] = {"exploration_decay": 0.9}
+OORT: dict[str, Any] = {"preset": "paper", "exploration_decay": 0.9}
 """150 clients are explored sooner than thousands."""
 
 

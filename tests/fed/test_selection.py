@@ -195,7 +195,7 @@ def test_nobody_there_is_one_clear_line_and_changes_nothing(name: str) -> None:
         (lambda made: made.register([0.5]), "clients of type float64"),
         (lambda made: made.register(np.array([2**63], np.uint64)), "use ids below 2\\^63"),
         (lambda made: make_selector("best"), "selector 'best' is unknown: use one of random, fastest"),
-        (lambda made: make_selector("oort", preset="kuiper"), "preset 'kuiper' is unknown: use one of paper, artifact, fedscale"),
+        (lambda made: make_selector("oort", preset="kuiper"), "preset 'kuiper' is unknown: use one of balanced, paper, artifact, fedscale"),
         (lambda made: make_selector("oort", epsilon=1), "selector oort: 'epsilon' is unknown; it has"),
         (lambda made: make_selector("random", epsilon=1), "selector random: 'epsilon' is unknown; it has no options"),
         (lambda made: make_selector("refl", accuracy=2), "accuracy=2: use a probability"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_backend import train_job
+from rules_world import World, spec
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
 from pliant.jobs.rules import (
@@ -17,89 +17,16 @@ from pliant.jobs.rules import (
     END_GRACE_S,
     MAX_LOSSES,
     RESERVE_GRACE_S,
-    Action,
-    Demand,
     DropWorkers,
     EndRun,
     ManagedJob,
     NoteEvent,
     ResizeRun,
-    RunEnd,
     SchedulerState,
     StartRun,
 )
-from pliant.jobs.scheduler import demand_of
-from pliant.jobs.schema import job_from_json
 from pliant.sched import policies as schedulers
-
-
-def spec(name: str, **said: Any) -> Demand:
-    return demand_of(job_from_json(train_job(name, **said)))
-
-
-class World:
-    """A state, and runners that do what they are told when the test says so."""
-
-    def __init__(self, policy: str = "easyscale-heter", **devices: int) -> None:
-        self.now_s = 1000.0
-        self.state = SchedulerState(schedulers.make_policy(policy), devices or {"cpu": 4})
-        self.done: list[Action] = []
-        self.deaf: set[str] = set()
-
-    def do(self, actions: list[Action]) -> list[Action]:
-        """What was decided, without the notes; runners hear it, unless they are not up yet."""
-        self.done += actions
-        for action in actions:
-            if isinstance(action, ResizeRun) and action.job not in self.deaf:
-                self.state.set_told(action.job)
-        return [action for action in actions if not isinstance(action, NoteEvent)]
-
-    def submit(self, name: str, **said: Any) -> list[Action]:
-        return self.do(self.state.submit(spec(name, **said), self.now_s))
-
-    def submit_rigid(self, name: str, devices: int) -> list[Action]:
-        """Submit a job that runs on so many devices or not at all, as federated jobs do."""
-        demand = Demand(name=name, replicas=devices, min=devices, max=devices, rigid=True)
-        return self.do(self.state.submit(demand, self.now_s))
-
-    def job(self, name: str) -> ManagedJob:
-        return self.state.jobs[name]
-
-    def settle(self, *names: str) -> None:
-        """These runners have heard what they were told, and done it."""
-        for name in names or self.state.jobs:
-            self.state.set_told(name)
-            self.state.set_occupied(name, self.job(name).asked)
-
-    def look(self, later_s: float = 0.0) -> list[Action]:
-        self.now_s += later_s
-        return self.do(self.state.check_time(self.now_s))
-
-    def steps(self, name: str, step_s: float = 0.1, count: int = 10) -> list[Action]:
-        """The job does some steps on what it has."""
-        self.settle(name)
-        job, actions = self.job(name), []
-        for _ in range(count):
-            workers = sum(job.asked.values())
-            actions += self.state.add_step(name, (job.step or 0) + 1, workers, step_s, self.now_s)
-        return self.do(actions)
-
-    def allocate(self) -> list[Action]:
-        return self.do(self.state.allocate(self.now_s))
-
-    def end(self, name: str, code: int | None = 0, *, finished: bool = False) -> list[Action]:
-        return self.do(self.state.end_run(name, RunEnd(code, self.now_s), self.now_s, finished=finished))
-
-    def reserve(self, **wanted: int) -> list[Action]:
-        return self.do(self.state.reserve(wanted, self.now_s))
-
-    def grown(self, name: str) -> None:
-        """Let a job grow, at the same speed for each device, until it has all that it can use."""
-        for _ in range(4):
-            devices = sum(self.job(name).asked.values())
-            self.steps(name, 0.4 / devices)
-            self.allocate()
-        self.steps(name, 0.1)
+from pliant.sched.tenants import Tenant
 
 
 @pytest.fixture
@@ -517,12 +444,15 @@ class Storm(World):
 
 EVENTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 7), st.integers(0, 4)), max_size=60)
 POLICIES = st.sampled_from(["easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs"])
+TENANTS = (Tenant(name="a", weight=2.0, quota={"cpu": 2}), Tenant(name="b", quota={"gpu": 1}, priority=1))
 
 
-@settings(max_examples=150, deadline=None)
-@given(EVENTS, POLICIES)
-def test_nobody_has_what_is_not_there_and_everybody_ends(events: list[tuple[int, int, int]], policy: str) -> None:
-    storm = Storm(policy, cpu=4, gpu=2)
+@settings(max_examples=250, deadline=None)
+@given(EVENTS, POLICIES, st.sampled_from([(), TENANTS]))
+def test_nobody_has_what_is_not_there_and_everybody_ends(
+    events: list[tuple[int, int, int]], policy: str, tenants: tuple[Tenant, ...]
+) -> None:
+    storm = Storm(policy, tenants, cpu=4, gpu=2)
     for kind, which, amount in events:
         names = list(storm.state.jobs)
         name = names[which % len(names)] if names else ""
@@ -531,9 +461,9 @@ def test_nobody_has_what_is_not_there_and_everybody_ends(events: list[tuple[int,
         if kind == 0:
             said: Mapping[str, Any] = {"devices": [["cpu"], ["gpu", "cpu"], []][which % 3], "priority": amount % 3}
             if which == 7:
-                storm.submit_rigid(f"job-{len(names)}", 1 + amount)
+                storm.submit_rigid(f"job-{len(names)}", 1 + amount, "ab"[amount % 2])
             else:
-                storm.submit(f"job-{len(names)}", min=min(amount, 4), replicas=4, **said)
+                storm.submit(f"job-{len(names)}", ["a", "b", ""][which % 3], min=min(amount, 4), replicas=4, **said)
         elif kind == 1 and name:
             storm.do(storm.state.stop(name, storm.now_s, kill=bool(amount % 2)))
         elif kind == 2:

@@ -347,6 +347,7 @@ def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
     assert api.delete("/jobs/a").status_code == 202
     assert api.get("/cluster").json() == {
         "devices": {"cpu": 4}, "reserved": {}, "free": {"cpu": 4}, "jobs": {}, "policy": "easyscale-heter", "policy_error": "",
+        "tenants": [],
     }  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pliant_repro.figures import oort, oort_jobs, oort_testing, report
+from pliant_repro.figures import oort, oort_jobs, oort_presets, oort_testing, report
 from pliant_repro.figures.figure import Options
 from pliant_repro.figures.oort import Ablation, LargeRounds, LargeRun, TimeToAccuracy
 from pliant_repro.figures.oort_jobs import FedCourse
+from pliant_repro.figures.oort_presets import TARGETS, Presets
 from pliant_repro.figures.oort_testing import Testers, solve_whole
 
 from pliant.fed.data.datasets import DEBIAN
@@ -36,7 +37,7 @@ def went(
     )  # fmt: skip
 
 
-time_to_accuracy, ablation, large, testers = TimeToAccuracy(), Ablation(), LargeRounds(), Testers()
+time_to_accuracy, ablation, large, presets, testers = TimeToAccuracy(), Ablation(), LargeRounds(), Presets(), Testers()
 
 
 def test_a_course_says_when_an_accuracy_was_found() -> None:
@@ -203,9 +204,86 @@ def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
         assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
+def with_presets(
+    round_s: float = 10.0, final: float = 0.9, world: str = "shards, mlp", random_final: float = 0.9
+) -> list[FedCourse]:
+    """Courses of all settings, with three seeds. In `world` the default preset has these rounds and this accuracy."""
+    found = []
+    for data, model in TARGETS:
+        for seed in (0, 1, 2):
+            for way in oort_presets.WAYS:
+                odd = f"{data}, {model}" == world
+                its_s, accuracy = (40.0, 0.9) if way == "random" else (10.0, 0.9)
+                if odd and way == "balanced":
+                    its_s, accuracy = round_s, final
+                if odd and way == "random":
+                    accuracy = random_final
+                rounds = [2 * number for number in range(1, 31)]
+                found.append(FedCourse(
+                    f"{data}, {model}", way, seed, rounds, [its_s * each for each in rounds], [0.1] * 10 + [accuracy] * 20,
+                    [its_s] * 60, 600, 1200,
+                ))  # fmt: skip
+    return found
+
+
+def test_an_accuracy_is_found_by_the_mean_of_five_tests() -> None:
+    course = FedCourse("w", "random", 0, [2, 4, 6, 8], [20.0, 40.0, 60.0, 80.0], [0.0, 0.9, 0.9, 0.6])
+    assert oort_presets.smooth(course.accuracies) == pytest.approx([0.0, 0.45, 0.6, 0.6])
+    assert oort_presets.first_at(course, 0.6, course.times_s) == 60.0
+    assert oort_presets.first_at(course, 0.9, course.times_s) is None, "one test of 90 % is not enough"
+    assert oort_presets.end_of(course) == 0.6
+    fast = replace(course, times_s=[5.0, 10.0, 15.0, 20.0])
+    assert oort_presets.times_sooner(course, fast, 0.6) == 4.0
+    never = replace(course, accuracies=[0.1] * 4)
+    assert oort_presets.times_sooner(course, never, 0.6) == 0.0
+    assert oort_presets.times_sooner(never, fast, 0.6) == 80.0 / 15.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"final": 0.896}, None),
+        ({"final": 0.894}, "shards, mlp: balanced is 0.6 points less accurate than random"),
+        ({"round_s": 26.0}, None),
+        ({"round_s": 28.0}, "balanced reaches 72% 1.43 times sooner: not 1.5"),
+        ({"random_final": 0.5, "final": 0.9}, "random reaches 72% with 0 of 3 seeds"),
+    ],
+    ids=str,
+)
+def test_the_default_preset_is_judged_in_every_setting(changed: dict[str, Any], says: str | None) -> None:
+    result = presets.result_of(with_presets(**changed), Options(), [])
+    complaints = [each for each in result["remarks"] if "does not hold" in each]
+    assert (len(complaints), result["ok"]) == ((0, True) if says is None else (1, False)), complaints
+    assert says is None or says in complaints[0]
+
+
+def test_other_presets_are_not_judged_and_all_are_shown_and_drawn(tmp_path: Path) -> None:
+    found = [replace(one, accuracies=[0.1] * 30) if one.way == "paper" else one for one in with_presets()]
+    result = presets.result_of(found, Options(), [])
+    assert result["ok"]
+    rows = presets.table(result).rows
+    assert len(rows) == len(TARGETS) * len(oort_presets.WAYS)
+    assert next(row for row in rows if row[1] == "balanced")[5] == "4.00x (4.00-4.00)"
+    assert next(row for row in rows if row[1] == "paper")[4].endswith("by 0 of 3")
+    assert presets.headline(result)[2] == "4.00x to 4.00x in 6 settings"
+    presets.plot(result, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def test_sizes_are_very_unequal_and_the_same_for_every_seed(tmp_path: Path) -> None:
+    from pliant.fed.tables import read_sizes
+
+    sizes = np.sort(read_sizes(oort_presets.write_sizes(tmp_path / "sizes.csv")))
+    assert len(sizes) == oort_presets.CLIENTS
+    assert sizes[-100:].sum() > sizes.sum() / 2, "a tenth of the clients has most of the data"
+    again = oort_presets.write_sizes(tmp_path / "again.csv")
+    assert again.read_bytes() == (tmp_path / "sizes.csv").read_bytes()
+
+
 @fashion
 @full
-@pytest.mark.parametrize("figure", [time_to_accuracy, ablation, large], ids=["time-to-accuracy", "ablation", "1300"])
+@pytest.mark.parametrize("figure", [time_to_accuracy, ablation, large, presets], ids=["time-to-accuracy", "ablation", "1300", "presets"])
 def test_they_run(figure: Any, tmp_path: Path) -> None:
     result = figure.run(Options(quick=True, steps=2))
     assert figure.table(result).rows

@@ -8,7 +8,8 @@ import pytest
 
 from pliant.errors import ConfigError
 from pliant.sched.tenants import Tenant
-from pliant.sched.tenants_file import read_tenants, token_hash
+from pliant.sched.tenants_file import read_tenants
+from pliant.tokens import token_hash
 
 CPU = {"cpu": 4}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,28 @@ def test_what_is_not_known_is_no_fact() -> None:
     assert "values" not in step_fact(_seen(), {})
     found = step_fact(_seen(noise_scale=2.0), {"loss": 0.5})
     assert (found["noise_scale"], found["values"], found["workers"]) == (2.0, {"loss": 0.5}, 1)
+
+
+def test_a_step_says_how_its_time_divides_and_whom_the_others_waited_for() -> None:
+    def seen(*workers: WorkerFigures) -> dict[str, Any]:
+        return step_fact(Observation(step=3, workers=workers), {})
+
+    late = WorkerFigures(name="a:1", step_s=1.0, compute_s=0.5, wait_s=0.1)
+    early = WorkerFigures(name="a:2", step_s=1.0, compute_s=0.3, wait_s=0.6)
+    found = seen(early, late, early)
+    assert (found["compute_s"], found["wait_s"]) == (pytest.approx(1.1 / 3), pytest.approx(1.3 / 3))
+    assert (found["slowest"], found["slowest_s"]) == (1, 0.9)
+    assert seen(late, early, early)["slowest"] == 0
+    assert "slowest" not in seen(late), "there is nobody who would wait"
+    assert "wait_s" not in seen(WorkerFigures(name="a:1")), "the first step of a view"
+    assert "gpu_bytes" not in found
+    gpus = [
+        replace(each, gpu_bytes=held * 2.0**30, gpu_use=use) for each, held, use in ((late, 3, 0.5), (early, 2, 1.0))
+    ]
+    assert {name: value for name, value in seen(*gpus).items() if "gpu" in name} == {
+        "gpu_bytes": 3 << 30,
+        "gpu_use": 0.75,
+    }
 
 
 def test_links_are_those_between_hosts() -> None:

@@ -76,20 +76,40 @@ def large(steps: int = 100_000, workers: int = 1000) -> Iterator[dict[str, Any]]
         yield {"kind": "step", **at, **figures, "values": {"loss": 5 / step**0.3 + draw.random() / 9}}
 
 
-def federated(rounds: int = 120, clients: int = 300) -> Iterator[dict[str, Any]]:
+def federated(rounds: int = 120, clients: int = 300, participants: int = 10) -> Iterator[dict[str, Any]]:
     """A job that prefers some clients."""
     draw = random.Random(3)
     clock_s = 0.0
-    config = {"name": "speech", "participants": 10, "target": 0.7}
-    yield {"kind": "start", "step": 0, "time_s": 1.79e9, "config": config}
+    config = {
+        "name": "speech",
+        "participants": participants,
+        "target": 0.7,
+        "model": "cnn",
+        "data": {"kind": "speech"},
+        "selector": {"kind": "oort"},
+        "aggregator": {"kind": "fed-yogi"},
+    }
+    yield {"kind": "start", "step": 0, "time_s": 1.79e9, "config": config, "clients": clients}
     for number in range(1, rounds + 1):
-        invited = sorted({int(clients * draw.random() ** 1.7) for _ in range(13)})
-        done, cut, lost = invited[:10], invited[10:12], invited[12:]
+        invited = sorted({int(clients * draw.random() ** 1.7) for _ in range(participants * 13 // 10)})
+        done, cut, lost = invited[:participants], invited[participants : participants + 2], invited[participants + 2 :]
         took_s = draw.uniform(50, 160)
         clock_s += took_s
         at = {"step": number, "time_s": 1.79e9 + number, "round": number, "clock_s": clock_s}
         outcome = {"invited": invited, "aggregated": done, "cut": cut, "lost": lost, "picked": len(invited)}
-        yield {"kind": "round", **at, "duration_s": took_s, **outcome, "loss": 3 / number**0.5}
+        of_clients = {
+            "client_s": [took_s * (0.3 + 0.7 * (client % 97) / 97) for client in done],
+            "client_loss": [3 / number**0.5 * (0.5 + client / clients) for client in done],
+        }
+        rest = {
+            "begin_s": clock_s - took_s,
+            "lr": 0.05,
+            "there": clients,
+            "malicious": 0,
+            "left_out": {},
+            "selector": {},
+        }
+        yield {"kind": "round", **at, "duration_s": took_s, **outcome, **of_clients, **rest, "loss": 3 / number**0.5}
         if number % 5 == 0:
             accuracy = 0.78 * (1 - math.exp(-number / 35)) + draw.gauss(0, 0.008)
             yield {"kind": "test", **at, "accuracy": accuracy, "top_5": min(1.0, accuracy + 0.15), "loss": 1.0}

@@ -17,6 +17,7 @@ from playwright.sync_api import Error as PlaywrightError
 
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ENDED_EXIT
+from pliant.fed.report import read_curve
 from pliant.jobs.store import running_jobs
 
 PROGRAM = Path(__file__).with_name("job_program.py")
@@ -113,6 +114,8 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     page.locator(".event", has_text="1 → 2 workers").wait_for()
     until(lambda: fact(page, "workers") == "2", "the page to show both")
     until(lambda: page.locator(".square").count() == 2, "a square for each")
+    page.locator(".figures", has_text="waiting for other workers").filter(has_text="others wait for").wait_for()
+    page.get_by_role("heading", name="Where the time of a step goes").wait_for()
     page.locator(".log", has_text="step").wait_for()
 
     # On a phone nothing is wider than the screen.
@@ -139,6 +142,7 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     runs = tmp_path / "runs"
     records.write(runs / "large" / "record.jsonl", records.large())
     records.write(runs / "speech" / "record.jsonl", records.federated())
+    records.write(runs / "everybody" / "record.jsonl", records.federated(60, 100_000, participants=1000))
     records.write(runs / records.EVIL / "record.jsonl", records.evil())
     (runs / records.EVIL / "log").write_text(f"{records.EVIL}\n")
     records.write(runs / "small" / "record.jsonl", records.training(900))
@@ -184,6 +188,19 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     tip.wait_for()
     assert f"noisy {records.EVIL}" in tip.inner_text()
     assert page.evaluate("window.evil") is None
+
+    # 100,000 clients are as soon there, with the figures of the report.
+    begun_s = time.monotonic()
+    page.goto(url)
+    page.locator(".job", has_text="everybody").click()
+    facts = dict(read_curve(runs / "everybody").clients.facts())  # type: ignore[union-attr]
+    table = page.locator(".figures")
+    until(lambda: table.get_by_text(facts["clients picked"], exact=True).count(), "the clients' figures")
+    assert time.monotonic() - begun_s < 20, "some 2 s on a quiet machine"
+    assert "of 100,000; " in facts["clients picked"]
+    assert table.locator("td").all_inner_texts() == list(facts.values())
+    for heading in ("How often clients were picked", "How long clients take"):
+        page.get_by_role("heading", name=heading, exact=True).wait_for()
 
     phone = browser.page("light", 390, 844)
     for name, headline in (("speech", "Time to accuracy"), ("small", "Topology")):

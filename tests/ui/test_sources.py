@@ -10,13 +10,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import records
 import uvicorn
+from command import command
 from pages import Home
 from patience import until
 from rich.console import Console
@@ -29,6 +30,7 @@ from pliant.elastic.http_server import uvicorn_config
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import ConfigError
+from pliant.fed.report import read_curve
 from pliant.jobs.api import JobsApi
 from pliant.jobs.client import JobsClient, ServerAddress
 from pliant.jobs.scheduler import Scheduler
@@ -36,6 +38,10 @@ from pliant.jobs.schema import job_from_json
 from pliant.jobs.store import JobStore, registered
 from pliant.record import Recorder
 from pliant.sched.policies import make_policy
+from pliant.sched.tenants import Tenant
+from pliant.tokens import token_hash
+from pliant.ui import widgets
+from pliant.ui.cluster_chart import tenant_in_words
 from pliant.ui.jobs import Watcher
 from pliant.ui.sources import (
     SCAN_EVERY,
@@ -46,6 +52,7 @@ from pliant.ui.sources import (
     open_sources,
 )
 from pliant.ui.terminal import neighbour, screen
+from pliant.ui.widgets import job_row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 
@@ -169,7 +176,7 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
     assert "gns: noise scale" in text, "a decision with its reason"
     assert "step 1200: loss 0.2" in text, "the newest lines of its log, without what a terminal would obey"
     text = _text(watcher, "speech")
-    for told in ("accuracy in %", "round in s", "clients picked so far; round 30: 10 aggregated, "):
+    for told in ("accuracy in %", "round in s", "clients picked ", "fairness (Jain)", "round 30: 10 aggregated, "):
         assert told in text, told
     assert "no job is called ghost" in _text(watcher, "ghost")
     known = {job.name: job.key for job in watcher.known.jobs.values()}
@@ -180,6 +187,30 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
         watcher.known.job(f"more {number}", f"more {number}")
     assert "and 23 more" in _text(watcher, "more 29", height=27)
     assert "more 29" in _text(watcher, "more 29", height=27), "what is chosen stays in sight"
+
+
+def test_clients_have_the_same_figures_in_the_report_on_the_page_and_in_top(tmp_path: Path) -> None:
+    path = records.write(tmp_path / "speech" / "record.jsonl", records.federated(30))
+    watcher = Watcher([RecordSource(tmp_path)])
+    watcher.poll()
+    (job,) = watcher.known.jobs.values()
+    assert job.timeline.federated is not None
+    figures = read_curve(path).clients
+    assert figures is not None
+    assert job.timeline.federated.clients.figures() == figures
+    in_terminal, on_page = _text(watcher, "speech"), widgets.figure_table(figures.facts())
+    report = command("report", str(path), "--json", str(tmp_path / "report.json"))
+    top = command("top", str(tmp_path), "--json")
+    for name, told in figures.facts():
+        for shown in (in_terminal, on_page, report.stdout):
+            assert told in shown, name
+    assert f"{figures.picked.clients} of 300; {figures.picked.never} never" in in_terminal
+    (reported,) = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert json.loads(top.stdout)["jobs"][0]["clients"] == reported["clients"]
+    # The control: another round, and all of them say something else.
+    facts = list(records.federated(31))
+    records.write(path, iter(facts[:-1]))
+    assert read_curve(path).clients != figures
 
 
 def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +228,12 @@ def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def job_server(folder: Path, backend: PaperBackend) -> Iterator[ServerAddress]:
+def job_server(folder: Path, backend: PaperBackend, tenants: Sequence[Tenant] = ()) -> Iterator[ServerAddress]:
     """A job server in this process."""
     with JobStore(folder) as store:
-        scheduler = Scheduler(backend, make_policy("easyscale-heter"), store, interval_s=0.05)
+        scheduler = Scheduler(backend, make_policy("easyscale-heter"), store, interval_s=0.05, tenants=tenants)
         with scheduler.running():
-            api = JobsApi(scheduler, "t")
+            api = JobsApi(scheduler, "t", tenants)
             server = uvicorn.Server(uvicorn_config(api.app))
             config = server.config
             config.host, config.port = "127.0.0.1", 0
@@ -218,6 +249,25 @@ def job_server(folder: Path, backend: PaperBackend) -> Iterator[ServerAddress]:
 
 def source(server: ServerAddress) -> StoreSource:
     return StoreSource(server.url, lambda: JobsClient(server, timeout_s=5), is_local=False)
+
+
+def test_a_server_tells_whose_jobs_there_are_and_who_has_what(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    backend, token = PaperBackend(cpu=4), "the-token-of-vision"
+    tenants = (Tenant(name="vision", quota={"cpu": 3}, token_sha256=token_hash(token)), Tenant(name="speech"))
+    with job_server(tmp_path, backend, tenants) as server:
+        with JobsClient(server.model_copy(update={"token": token})) as client:
+            client.submit(job_from_json({"name": "one", "program": "/train.py", "directory": "/", "replicas": 2}))
+        watcher = Watcher([source(server)])
+        watcher.poll()
+        (job,) = watcher.known.jobs.values()
+        assert job.tenant == "vision"
+        assert "vision: 1 of 3 cpu; speech: 0 of 1 cpu" in _text(watcher)
+        status = next(iter(watcher.known.clusters.values())).status
+        assert status is not None
+        vision = status.tenants[0].model_copy(update={"has": {"cpu": 4}, "borrowed": {"cpu": 1}})
+        assert tenant_in_words(vision) == "vision: 4 of 3 cpu, 1 borrowed"
+        assert "vision: " in job_row(job, 0.0)
 
 
 def test_a_server_tells_which_job_had_which_devices(tmp_path: Path) -> None:

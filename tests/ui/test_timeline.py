@@ -161,6 +161,31 @@ def test_events_say_what_and_why() -> None:
     assert not timeline.is_running(now_s=1010.0)
 
 
+def timed(number: int, compute_s: float, wait_s: float, slowest: int, **more: Any) -> Fact:
+    return step(number, compute_s=compute_s, wait_s=wait_s, slowest=slowest, slowest_s=0.09, **more)
+
+
+def test_phases_and_who_is_waited_for_are_those_of_the_newest_steps() -> None:
+    long_ago = [timed(number, 0.1, 0.0, 0) for number in range(2, 200)]
+    newest = [timed(number, 0.06, 0.03, 1 if number % 4 else 0) for number in range(200, 300)]
+    timeline = told(view(1, A, B), step(1), *long_ago, *newest)
+    facts = dict(timeline.facts)
+    assert (
+        facts["a step takes"] == "100 ms: 60% in turns, 30% waiting for other workers, 10% in the rest of the program"
+    )
+    assert facts["others wait for"].startswith(f"rank 1 ({B}) in 75 of the last 100 steps; ")
+    assert "GPU memory" not in facts
+    drawn = charts.phases({name: timeline.figures[name] for name in charts.PHASE_NAMES}, StepWindow.of(timeline))
+    assert [each["data"][-1][1] for each in drawn["series"]] == pytest.approx([0.06, 0.03, 0.01])
+    # Ranks of a view that has ended are others now.
+    timeline.add([view(300, C, A), step(300), timed(301, 0.06, 0.03, 0)])
+    assert dict(timeline.facts)["others wait for"].startswith(f"rank 0 ({C}) in 1 of the last 1 step; ")
+    timeline.add([timed(302, 0.06, 0.03, 0, gpu_bytes=3 << 30, gpu_use=0.5)])
+    assert dict(timeline.facts)["GPU memory"].startswith("3.0 GiB ")
+    assert dict(timeline.facts)["GPU use"].startswith("50% of the time")
+    assert told(step(1), step(2)).facts == [], "the control: a record of version 0.1 does not tell"
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -326,18 +351,46 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
     assert federation is not None
     assert federation.accuracy.thinned(9) == [(1, 20), (2, 40), (3, pytest.approx(60))]
     assert (federation.time_to(40), federation.time_to(61)) == (2.0, None)
-    assert federation.picks == {1: 1, 2: 2, 3: 2, 4: 1}
+    assert federation.clients.picked == {1: 1, 2: 2, 3: 2, 4: 1}
     assert [each["data"][-1] for each in charts.fed_loss(federation)["series"]] == [[3, 0.333333], [3, 2.0]]
     assert charts.fed_description(federation)["picked"].endswith("round 3: 3, 4")
     assert charts.fed_fairness(federation)["series"][0]["data"] == [2, 2]
+    assert charts.fed_durations(federation) is None, "rounds of an older pliant on Flower do not tell"
     assert [each["data"] for each in charts.fed_picked(federation)["series"]] == [
         [[1, 1], [2, 2], [3, 3]],
         [[1, 2], [2, 3], [3, 4]],
         [],
     ]
     timeline.add([fact("round", 2, round=2, clock_s=7200.0, invited=[9])])  # begun anew from a checkpoint
-    assert federation.picks == {1: 1, 2: 1, 9: 1}
+    assert federation.clients.picked == {1: 1, 2: 1, 9: 1}
     assert timeline.step == 2
+
+
+def test_a_hundred_thousand_clients_are_drawn_at_once() -> None:
+    """50 rounds of 1,000: every client would be a dot, and every number be read out."""
+    timeline = JobTimeline()
+    timeline.add([fact("start", 0, config={"participants": 1000}, clients=100_000)])
+    for number in range(1, 51):
+        ids = [(7919 * (1000 * number + place)) % 100_000 for place in range(1000)]
+        took = {"client_s": [1.0 + client % 50 for client in ids]}
+        timeline.add([fact("round", number, round=number, clock_s=60.0 * number, invited=ids, aggregated=ids, **took)])
+    fed = timeline.federated
+    assert fed is not None
+    begun_s = time.process_time()
+    drawn = [charts.fed_picked(fed), charts.fed_fairness(fed), charts.fed_durations(fed), charts.fed_description(fed)]
+    assert time.process_time() - begun_s < 2
+    assert len(json.dumps(drawn)) < 150_000
+    dots = drawn[0]["series"][0]["data"]
+    assert len(dots) == 4000
+    assert {number for number, _ in dots} == {47, 48, 49, 50}, "the newest rounds, whole"
+    assert drawn[1]["series"][0]["data"] == [50_000, 50_000], "never, and once"
+    assert drawn[1]["xAxis"]["data"] == ["0", "1"]
+    ids = list(range(20_000))
+    timeline.add([fact("round", 51, round=51, clock_s=1.0, invited=ids, aggregated=ids)])
+    dots = charts.fed_picked(fed)["series"][0]["data"]
+    assert {number for number, _ in dots} == {51}
+    assert [client for _, client in dots] == ids[::5], "of one larger than the chart, every so many"
+    assert charts.fed_description(fed)["picked"].endswith("and 19960 more")
 
 
 # --- the cluster ---

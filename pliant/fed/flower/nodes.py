@@ -207,6 +207,6 @@ class Nodes:
 
 
 def duration_s(message: Message, took_s: float) -> float:
-    """Return the duration that the client reported, or else the server's measurement."""
+    """Return the duration that the client reported, if it can be one, or else the server's measurement."""
     told_s = number_in(message.content, DURATION)
-    return took_s if math.isnan(told_s) else told_s
+    return told_s if PLAUSIBLE[0] <= told_s <= PLAUSIBLE[1] else took_s

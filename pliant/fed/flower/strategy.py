@@ -32,7 +32,7 @@ from pliant.fed.rounds.federation import (
     save_checkpoint,
     update_client_lr,
 )
-from pliant.fed.rounds.modes import mean_loss
+from pliant.fed.rounds.modes import client_losses, mean_loss
 from pliant.fed.rounds.storage import JobRecorder
 from pliant.fed.selection.base import finite
 from pliant.fed.work import Update, Weights
@@ -227,12 +227,14 @@ class Guided(Strategy):
         self._report_results(came)
         gone = {client for node_id, client in self._invited.items() if self.nodes.client_of(node_id) != client}
         lost = (failed | gone) - set(came)
+        aggregated, losses = sorted(came), {update.client: update.loss for update in updates}
+        is_timed = set(came) <= set(self._took_s)  # not by Flower's wrappers, which wait for all
         self.round = Round(
             round=server_round,
             begin_s=self._round_begun_s,
             clock_s=self._clock_s,
             invited=tuple(sorted(self._invited.values())),
-            aggregated=tuple(sorted(came)),
+            aggregated=tuple(aggregated),
             cut=tuple(sorted(set(self._invited.values()) - set(came) - lost)),
             lost=tuple(sorted(lost)),
             left_out=dict(self.aggregator.left_out),
@@ -241,6 +243,9 @@ class Guided(Strategy):
             there=self._there,
             malicious=0,
             selector=finite(self.selector.figures),
+            client_s=tuple(self._took_s[client] for client in aggregated) if is_timed else (),
+            client_loss=client_losses(self.config, [losses[client] for client in aggregated]),
+            known=len(self.selector.clients),
         )
         self.recorder.round(self.round)
         told = MetricRecord({"clients": len(came), "duration-s": self.round.duration_s})

@@ -21,6 +21,7 @@ import numpy as np
 
 from pliant.errors import ConfigError, NoClient
 from pliant.fed.aggregation import FedBuff
+from pliant.fed.config import FedConfig
 from pliant.fed.history import Round
 from pliant.fed.rounds.federation import ClientResult, FederationState, Selection, load_weights, update_client_lr
 from pliant.fed.rounds.plan import COUNTS, CUT, LOST, RoundPlan, plan_round
@@ -75,6 +76,7 @@ class SynchronousRounds:
             malicious=int(np.count_nonzero(federation.task.malicious[plan.aggregated])),
             selector=finite(federation.selector.figures),
             client_s=tuple(plan.seen_s[plan.counts].tolist()),
+            client_loss=client_losses(config, [came[client][1] for client in plan.aggregated.tolist()]),
         )
 
     def _steps(self, plan: RoundPlan, picked: Selection, duration_s: Floats) -> Ids:
@@ -122,6 +124,13 @@ def mean_loss(losses: list[float]) -> float | None:
     """Return the mean of the finite losses; None if there is none."""
     known = [each for each in losses if math.isfinite(each)]
     return math.fsum(known) / len(known) if known else None
+
+
+def client_losses(config: FedConfig, losses: list[float]) -> tuple[float | None, ...]:
+    """Return the loss of each client for the record; nothing if the job promises privacy."""
+    if config.privacy is not None:
+        return ()
+    return tuple(each if math.isfinite(each) else None for each in losses)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -194,7 +203,8 @@ class AsynchronousRounds:
         self._forget_models()
         federation.report_results(log.brought)
         federation.privacy_budget.account(np.array([each.client for each in log.folded], np.int64), rate=1.0)
-        folded = sorted(log.folded, key=lambda each: (each.client, each.version))
+        came = sorted(zip(log.folded, log.losses, strict=True), key=lambda each: (each[0].client, each[0].version))
+        folded = [flight for flight, _ in came]
         clients = [each.client for each in folded]
         asked = sorted(self._asked)
         there, figures = self._choice
@@ -215,6 +225,7 @@ class AsynchronousRounds:
             client_s=tuple(each.end_s - each.begin_s for each in folded),
             staleness=tuple(number - 1 - each.version for each in folded),
             asked_s=tuple(at_s for _, at_s in asked),
+            client_loss=client_losses(federation.config, [loss for _, loss in came]),
         )
 
     # --- clients ---

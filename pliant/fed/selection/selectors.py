@@ -115,7 +115,10 @@ FEDSCALE = ARTIFACT.model_copy(update={
     "exploration_decay": 0.98, "exploration_min": 0.3, "round_threshold": 30.0, "clip_bound": 0.9, "cut_off_util": 0.05,
     "pool": 10.0,
 })  # fmt: skip
-PRESETS = {"paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
+BALANCED = FEDSCALE.model_copy(update={})
+PRESETS = {"balanced": BALANCED, "paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
+DEFAULT_PRESET = "balanced"
+"""The preset of a selector that names none."""
 
 
 def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:
@@ -154,7 +157,7 @@ class Oort(PopulationSelector):
 
     KIND = "oort"
 
-    def __init__(self, config: OortConfig = PAPER, *, seed: int = 233) -> None:
+    def __init__(self, config: OortConfig = BALANCED, *, seed: int = 233) -> None:
         super().__init__(seed=seed)
         self.config = config
         self.percentile = config.round_threshold
@@ -477,7 +480,7 @@ def make_selector(name: str, *, seed: int = 233, **options: float | str | None) 
     return KINDS[name](seed=seed, **options)
 
 
-def oort_config(preset: object = "paper", **options: float | str | None) -> OortConfig:
+def oort_config(preset: object = DEFAULT_PRESET, **options: float | str | None) -> OortConfig:
     """Return the settings of a preset with some of them changed."""
     if preset not in PRESETS:
         raise ConfigError(f"preset {preset!r} is unknown: use one of {', '.join(PRESETS)}")

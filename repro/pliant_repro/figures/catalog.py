@@ -13,6 +13,7 @@ from pliant_repro.figures import (
     kungfu_scaling,
     kungfu_star,
     oort,
+    oort_presets,
     oort_testing,
     p3,
 )  # fmt: skip
@@ -38,6 +39,7 @@ FIGURES: dict[str, Figure] = {
         oort.TimeToAccuracy,
         oort.Ablation,
         oort.LargeRounds,
+        oort_presets.Presets,
         oort_testing.Testers,
         p3.Bandwidth,
         p3.NetworkUse,

@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from pliant.child import die_with
-from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
+from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions, Option
 from pliant.fed.history import History
 from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
 from pliant_repro.figures.formatting import Result, show, show_span
@@ -48,8 +48,9 @@ WORLDS = {
     YOGI: "Dirichlet(0.1) labels, phones of the table, FedYogi instead of FedAvg",
 }
 TARGET = 0.8
-WAYS = {"random": NamedOptions(kind="random"), "oort": NamedOptions(kind="oort", options={"exploration_decay": 0.95})}
+OORT: dict[str, Option] = {"preset": "paper", "exploration_decay": 0.95}
 """The paper's setting, except how soon it stops exploring: 500 clients are explored sooner than 14,000."""
+WAYS = {"random": NamedOptions(kind="random"), "oort": NamedOptions(kind="oort", options=OORT)}
 
 
 def run_of(world: str, way: str, selector: NamedOptions, plain: FedConfig) -> FedRun:
@@ -297,7 +298,7 @@ class Ablation(SelectionFigure):
     about = "Oort without its penalty, its pacer, its exploration, simulated"
     usual_s = 122
     ways = {
-        way: NamedOptions(kind="oort", options={"exploration_decay": 0.95, **changed})
+        way: NamedOptions(kind="oort", options={**OORT, **changed})
         for way, changed in {
             "oort": {}, "no penalty": {"round_penalty": 0.0}, "no pacer": {"pacer_delta": 0.0},
             "no exploration": {"exploration_factor": 0.0, "exploration_min": 0.0},
@@ -455,7 +456,7 @@ class LargeRounds(Figure):
             participants=self.participants,
             overcommit=self.overcommit,
             rounds=options.choose_steps(2, 6, 100),
-            selector=NamedOptions(kind="oort"),
+            selector=NamedOptions(kind="oort", options={"preset": "paper"}),
             devices=devices,
             evaluate_every=1,
             batching=self.batching,
