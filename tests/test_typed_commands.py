@@ -6,6 +6,8 @@ import ast
 import itertools
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +218,7 @@ RUN_BY = {
     "make wheels": "tests/test_packaging.py::test_a_wheel_holds_the_package_and_nothing_else",
     "source .venv/bin/activate": ACTIVATED,
     ".venv/bin/pytest": ACTIVATED,
+    "python -c": "tests/test_typed_commands.py::test_python_takes_one_liners_of_a_page",
     "python examples/digits.py": FIVE_MINUTES,
     "python examples/policies/": "tests/test_examples.py::test_the_tutorials_policies_that_look_at_the_noise",
     "torchrun --nproc-per-node 2 examples/digits_ddp.py": "tests/test_examples.py::test_digits_is_its_ddp_twin_on_any_number_of_workers",
@@ -246,7 +249,7 @@ def others(text: str) -> list[str]:
     found = []
     for line in lines:
         quoted = re.findall(r'"[^"]*\$\((.+?)\)', line)  # else it is among the words
-        for each in [line, *quoted]:
+        for each in [re.sub(r" >+ *[^ ]+", "", line), *quoted]:
             for is_operator, run in itertools.groupby(
                 words_of(each), key=lambda word: bool(word) and set(word) <= OPERATORS
             ):
@@ -262,7 +265,9 @@ def covered_by(command: str) -> str:
 
 
 def test_the_ledger_would_notice_a_new_command() -> None:
-    page = "    $ A=1 pliant run train.py && reboot -f | pliant top\n```sh\nkill -9 $(pgrep -n -f x)  # now\n```\n"
+    page = (
+        "    $ A=1 pliant run train.py && reboot -f > log | pliant top\n```sh\nkill -9 $(pgrep -n -f x)  # now\n```\n"
+    )
     assert others(page) == ["reboot -f", "kill -9 $", "pgrep -n -f x"]
     assert [covered_by(each) for each in others(page)] == ["", "kill -9", "pgrep -n -f"]
 
@@ -286,6 +291,19 @@ def test_make_makes_what_is_activated() -> None:
     made = (ROOT / "Makefile").read_text()
     assert re.search(r"^VENV +:= \.venv$", made, re.MULTILINE)
     assert "-m venv $(VENV)" in made
+
+
+def test_python_takes_one_liners_of_a_page() -> None:
+    shown = [
+        shlex.split(line)
+        for path in PAGES
+        for line in re.findall(r'^    \$ python (-c "[^"]+")', path.read_text(), re.MULTILINE)
+    ]
+    assert shown
+    for words in shown:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len(done.stdout.strip()) > 20
 
 
 @pytest.mark.filterwarnings("ignore")  # of ray's own modules

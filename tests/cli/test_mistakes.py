@@ -152,6 +152,7 @@ MISTAKES = [
     ("bench allreduce --model binary", "binary", "resnet50"),
     ("run absent.py", "absent.py", "check the name"),
     ("run folder", "folder", "is a directory"),
+    ("run -np 2 job.yml", "'job.yml'", "`pliant run -f job.yml`"),
     ("run -hostfile absent train.py", "-hostfile absent", "slots=N"),
     ("run -hostfile binary train.py", "-hostfile binary", "slots=N"),
     ("run -logfile binary/x train.py", "-logfile", "can be written"),

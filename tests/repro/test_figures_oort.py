@@ -283,7 +283,9 @@ def test_sizes_are_very_unequal_and_the_same_for_every_seed(tmp_path: Path) -> N
 
 @fashion
 @full
-@pytest.mark.parametrize("figure", [time_to_accuracy, ablation, large, presets], ids=["time-to-accuracy", "ablation", "1300", "presets"])
+@pytest.mark.parametrize(
+    "figure", [time_to_accuracy, ablation, large, presets], ids=["time-to-accuracy", "ablation", "1300", "presets"]
+)
 def test_they_run(figure: Any, tmp_path: Path) -> None:
     result = figure.run(Options(quick=True, steps=2))
     assert figure.table(result).rows
