@@ -300,6 +300,18 @@ def test_ctrl_c_is_no_traceback(
     assert process.returncode == code
 
 
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", "from pliant.cli.program import main; main()", "list"],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("name", REPRO_COMMANDS)
 def test_without_pliant_repro_its_commands_say_how_to_install_it(
     pliant: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, name: str
