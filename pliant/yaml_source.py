@@ -127,6 +127,8 @@ def _parse(path: Path, text: str) -> yaml.MappingNode:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         why = " ".join(part for part in (error.problem, error.context) if part)
         hint = "; indent with spaces, YAML takes no tabs" if "'\\t'" in why else ""
+        if path.suffix == ".py":
+            hint = "; this is a program: give a file that names it, with `program: " + path.name + "`"
         hint = hint or (
             "; is a bracket or a quote not closed?" if "<stream end>" in why or "end of stream" in why else ""
         )

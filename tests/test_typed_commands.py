@@ -1,9 +1,13 @@
-"""Every command that a page or an example shows is read by the real command line, and some are run."""
+"""Every command line of a page is read by the real command line, or run by a test that the ledger names."""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,16 +57,17 @@ def typed(text: str) -> list[Typed]:
     return [*whole, *(Typed(words, is_whole=False) for line in named for words in commands(line.replace("\\|", "|")))]
 
 
-def commands(line: str) -> list[tuple[str, ...]]:
-    """Return the words after each `pliant` of a shell's line."""
+def words_of(line: str) -> list[str]:
+    """Return the words and operators of a shell's line, without its remark."""
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     reader.commenters = ""  # a # within a word is part of it
-    words, found = [], []
-    for word in reader:
-        if word.startswith("#"):
-            break
-        words.append(word)
+    return list(itertools.takewhile(lambda word: not word.startswith("#"), reader))
+
+
+def commands(line: str) -> list[tuple[str, ...]]:
+    """Return the words after each `pliant` of a shell's line."""
+    words, found = words_of(line), []
     for place, word in enumerate(words):
         if word.rpartition("/")[2] == "pliant":
             after = words[place + 1 :]
@@ -193,6 +198,132 @@ def test_files_that_commands_name_are_there() -> None:
 def test_targets_of_make_are_there() -> None:
     named = {name for path in PAGES for name in re.findall(r"(?:`|\$ )make (\w+)", path.read_text())}
     assert named <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+# --- the ledger of all others ---
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+KINDS = {"python", "diff", "yaml", "toml", "text", "sh"}
+"""What a block says it is. Each line of a `sh` block is typed; nothing else in a block is, except after `pliant`."""
+ACTIVATED = "tests/test_typed_commands.py::test_make_makes_what_is_activated"
+CONFIG_BY_CURL = "tests/test_curl_commands.py::test_the_config_server_answers_as_the_page_on_running_says"
+JOBS_BY_CURL = "tests/test_curl_commands.py::test_the_job_server_answers_as_the_guide_of_the_cluster_says"
+DEPLOYED = "tests/fed/test_flower_deployment.py::test_the_example_is_deployed_and_goes_on_after_its_server_was_killed"
+FIVE_MINUTES = "tests/test_first_five_minutes.py::test_a_job_is_resized_and_robbed_of_a_worker_and_ends_with_the_hash_of_the_one_alone"
+READ_BY_RAY = "tests/test_typed_commands.py::test_ray_takes_what_a_page_shows"
+RUN_BY = {
+    "make demo": "tests/repro/test_demo.py::test_resizes_and_a_kill_do_not_change_a_bit",
+    "make docs": "tests/test_docs.py::test_the_site_is_whole_and_needs_no_network",
+    "make test": "tests/test_typed_commands.py::test_targets_of_make_are_there",
+    "make wheels": "tests/test_packaging.py::test_a_wheel_holds_the_package_and_nothing_else",
+    "source .venv/bin/activate": ACTIVATED,
+    ".venv/bin/pytest": ACTIVATED,
+    "python -c": "tests/test_typed_commands.py::test_python_takes_one_liners_of_a_page",
+    "python examples/digits.py": FIVE_MINUTES,
+    "python examples/policies/": "tests/test_examples.py::test_the_tutorials_policies_that_look_at_the_noise",
+    "torchrun --nproc-per-node 2 examples/digits_ddp.py": "tests/test_examples.py::test_digits_is_its_ddp_twin_on_any_number_of_workers",
+    "torchrun --nproc-per-node 2 benchmarks/system/benchmark_ddp.py": "tests/repro/test_artifact_benchmarks.py::test_the_baseline_says_the_same_of_stock_ddp",
+    "kill -9": FIVE_MINUTES,
+    "pgrep -n -f": FIVE_MINUTES,
+    "kill $!": "tests/test_readme.py::test_each_command_works_in_order",
+    "cat ~/.local/state/pliant/tokens/": CONFIG_BY_CURL,
+    "curl -H $auth": CONFIG_BY_CURL,
+    "curl -H Authorization: Bearer $TOKEN": JOBS_BY_CURL,
+    "ssh a": "tests/launch/test_launch_ssh.py::test_this_checkout_is_installed_over_ssh_and_a_bad_host_is_named",
+    "ray start": READ_BY_RAY,
+    "ray job submit": READ_BY_RAY,
+    "flwr run examples/flower local": "tests/fed/test_flower.py::test_the_example_learns",
+    "flwr run examples/flower ours": DEPLOYED,
+    "flwr supernode register": DEPLOYED,
+    "flower-superlink": DEPLOYED,
+    "flower-supernode": DEPLOYED,
+    "ssh-keygen -t ecdsa": DEPLOYED,
+}
+"""What a command line begins with that is not one of pliant, and the test that runs it, or what it consists of."""
+
+
+def others(text: str) -> list[str]:
+    """Return all commands of a page, in `sh` blocks and after a $, that are not of pliant."""
+    lines = re.findall(r"^ *\$ (.+)", text.replace("\\\n", " "), re.MULTILINE)
+    lines += [line for kind, block in BLOCK.findall(text) if kind == "sh" for line in block.splitlines()]
+    found = []
+    for line in lines:
+        quoted = re.findall(r'"[^"]*\$\((.+?)\)', line)  # else it is among the words
+        for each in [re.sub(r" >+ *[^ ]+", "", line), *quoted]:
+            for is_operator, run in itertools.groupby(
+                words_of(each), key=lambda word: bool(word) and set(word) <= OPERATORS
+            ):
+                words = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), run))
+                if words and not is_operator and words[0].rpartition("/")[2] != "pliant":
+                    found.append(" ".join(words))
+    return found
+
+
+def covered_by(command: str) -> str:
+    """Return the beginning in the ledger that fits best; empty if there is none."""
+    return max((beginning for beginning in RUN_BY if command.startswith(beginning)), key=len, default="")
+
+
+def test_the_ledger_would_notice_a_new_command() -> None:
+    page = (
+        "    $ A=1 pliant run train.py && reboot -f > log | pliant top\n```sh\nkill -9 $(pgrep -n -f x)  # now\n```\n"
+    )
+    assert others(page) == ["reboot -f", "kill -9 $", "pgrep -n -f x"]
+    assert [covered_by(each) for each in others(page)] == ["", "kill -9", "pgrep -n -f"]
+
+
+def test_every_other_command_is_run_by_the_test_that_the_ledger_names() -> None:
+    found = {(path.name, command) for path in PAGES for command in others(path.read_text())}
+    assert not [f"{page}: {command}" for page, command in sorted(found) if not covered_by(command)], "name its test"
+    assert set(RUN_BY) == {covered_by(command) for _, command in found}, "the ledger has commands that no page shows"
+    for named in RUN_BY.values():
+        file, _, test = named.partition("::")
+        assert test in {each.name for each in ast.parse((ROOT / file).read_text()).body if hasattr(each, "name")}, named
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in PAGES])
+def test_a_block_says_what_it_is(page: str) -> None:
+    kinds = {kind.split(" ")[0] for kind, _ in BLOCK.findall((ROOT / page).read_text())}
+    assert kinds <= KINDS
+
+
+def test_make_makes_what_is_activated() -> None:
+    made = (ROOT / "Makefile").read_text()
+    assert re.search(r"^VENV +:= \.venv$", made, re.MULTILINE)
+    assert "-m venv $(VENV)" in made
+
+
+def test_python_takes_one_liners_of_a_page() -> None:
+    shown = [
+        shlex.split(line)
+        for path in PAGES
+        for line in re.findall(r'^    \$ python (-c "[^"]+")', path.read_text(), re.MULTILINE)
+    ]
+    assert shown
+    for words in shown:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len(done.stdout.strip()) > 20
+
+
+@pytest.mark.filterwarnings("ignore")  # of ray's own modules
+def test_ray_takes_what_a_page_shows() -> None:
+    pytest.importorskip("ray")
+    from ray.scripts.scripts import cli
+
+    lines = [line for path in PAGES for line in others(path.read_text()) if line.startswith("ray ")]
+    shown = [
+        shlex.split(line)
+        for path in PAGES
+        for line in re.findall(r"^    \$ (ray .+?)(?:  #.*)?$", path.read_text(), re.M)
+    ]
+    assert len(shown) == len(lines) > 2
+    for _, *words in shown:
+        given = cli
+        while words and words[0] in getattr(given, "commands", {}):
+            given = given.commands[words.pop(0)]
+        assert given is not cli
+        given.make_context("ray", words)
 
 
 # --- some are run ---

@@ -78,13 +78,10 @@ def _server(url: str, job: str) -> tuple[str, str]:
 
 def _request_size(client: MembershipClient, url: str, num_workers: int) -> View:
     """Ask for `num_workers`; returns the view that the server made of it."""
-    try:
-        before = client.snapshot().wanted.view
-        if before is None:
-            raise ConfigError(f"no job runs at {url}: no workers were ever wanted there; {START_ONE}")
-        view = client.resize(num_workers)
-    except ServerUnavailable as error:
-        raise ConfigError(str(error)) from None
+    before = client.snapshot().wanted.view
+    if before is None:
+        raise ConfigError(f"no job runs at {url}: no workers were ever wanted there; {START_ONE}")
+    view = client.resize(num_workers)
     print(f"resize {before.size} -> {num_workers} (version {view.number})", flush=True)
     return view
 

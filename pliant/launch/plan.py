@@ -383,6 +383,8 @@ def find_command(program: Sequence[str], search_path: str | None = None) -> tupl
         return (first, *arguments)
     if os.path.isdir(first):
         raise ConfigError(f"program {first!r} is a directory: give a script or an executable")
+    if first.endswith((".yml", ".yaml")) and os.path.exists(first):
+        raise ConfigError(f"program {first!r} looks like a job file: `pliant run -f {first}` reads it")
     if os.path.exists(first):
         raise ConfigError(f"program {first!r} is not executable: `chmod +x {first}`, or name its interpreter before it")
     where = f"in {Path.cwd()}" if "/" in first or first.endswith(".py") else "on PATH"

@@ -34,7 +34,8 @@ def open_sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) 
     """Return the sources that the arguments of a command name; without any, all jobs of this user on this machine.
 
     Raises:
-        ConfigError: there is no such file, or no server of pliant answers at an address.
+        ConfigError: there is no such file, or what answers at an address is no server of pliant.
+        ServerUnavailable: nothing answers at an address.
     """
     if not given:
         where, is_local = str(state_directory(environ)), not environ.get("PLIANT_SERVER")
@@ -65,23 +66,20 @@ def _open_address(url: str, environ: Mapping[str, str]) -> JobSource:
             with JobsClient(server, timeout_s=ANSWER_S) as client:
                 client.cluster()
             return StoreSource(server.url, lambda: JobsClient(server, timeout_s=ANSWER_S), is_local=False)
-        except ServerUnavailable as error:
-            raise ConfigError(f"{error}") from None
+        except ServerUnavailable:
+            raise
         except PliantError as error:
             refusal = error
     try:
         return _open_membership(url, find_token(url, environ))
-    except ConfigError as error:
+    except PliantError as error:
         raise refusal or error from None  # the job server explains best how to give a token
 
 
 def _open_membership(url: str, token: str) -> JobSource:
-    """Return the source for the one job whose membership is kept at `url`; raise ConfigError if nothing answers there."""
+    """Return the source for the one job whose membership is kept at `url`; raise ServerUnavailable if nothing answers there."""
     with open_client(url, token, timeout_s=ANSWER_S) as client:
-        try:
-            client.snapshot()
-        except ServerUnavailable as error:
-            raise ConfigError(f"{error}") from None
+        client.snapshot()
     return ConfigServerSource(url, token)
 
 

@@ -132,6 +132,9 @@ MISTAKES = [
     ("submit folder", "folder", "give a YAML file"),
     ("submit binary", "binary", "give a YAML file"),
     ("submit broken.yml", "broken.yml:2", "not closed?"),
+    ("submit program.py", "program.py:", "`program: program.py`"),
+    ("fed run program.py", "program.py:", "a program"),
+    ("run -f program.py", "program.py:", "a program"),
     ("submit empty", "empty", "key: value"),
     ("fed run absent.yml", "absent.yml", "give a YAML file"),
     ("fed run job.yml", "job.yml", "participants: N"),
@@ -149,6 +152,7 @@ MISTAKES = [
     ("bench allreduce --model binary", "binary", "resnet50"),
     ("run absent.py", "absent.py", "check the name"),
     ("run folder", "folder", "is a directory"),
+    ("run -np 2 job.yml", "'job.yml'", "`pliant run -f job.yml`"),
     ("run -hostfile absent train.py", "-hostfile absent", "slots=N"),
     ("run -hostfile binary train.py", "-hostfile binary", "slots=N"),
     ("run -logfile binary/x train.py", "-logfile", "can be written"),
@@ -181,6 +185,7 @@ def littered(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     (tmp_path / "empty").touch()
     (tmp_path / "train.py").touch()
+    (tmp_path / "program.py").write_text('"""What it does."""\nimport pliant\n')
     (tmp_path / "fed.yml").write_text("participants: 2\ndata: {kind: digits}\n")
     (tmp_path / "broken.yml").write_text("a: [1,\n")
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1\n")
@@ -198,6 +203,19 @@ def test_a_mistake_is_one_line(pliant: Callable[..., Said], littered: Path, line
     assert value in err
     assert remedy in err
     assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["top http://127.0.0.1:1 --once", "top http://127.0.0.1:1/config --once", "dash http://127.0.0.1:1",
+     "list --server http://127.0.0.1:1", "stop x --server http://127.0.0.1:1"],
+)  # fmt: skip
+def test_a_server_that_is_not_there_is_a_failure_and_one_line(pliant: Callable[..., Said], line: str) -> None:
+    code, out, err = pliant(*line.split(" "))
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert err.startswith("pliant: ")
+    assert "http://127.0.0.1:1" in err
+    assert "start one with `pliant serve" in err or "is it running" in err
 
 
 def test_a_port_in_use_is_one_line(pliant: Callable[..., Said]) -> None:
@@ -280,6 +298,18 @@ def test_ctrl_c_is_no_traceback(
     process.send_signal(number)
     assert process.communicate(timeout=60)[1] == b""
     assert process.returncode == code
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", "from pliant.cli.program import main; main()", "list"],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("name", REPRO_COMMANDS)

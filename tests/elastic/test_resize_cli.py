@@ -150,7 +150,6 @@ def test_what_is_no_number_is_refused_before_anything_is_asked(size: str, resize
 def test_refusals_are_one_line_and_exit_2(client: ConfigClient, resize: Callable[..., Said]) -> None:
     reasons = {
         "no job of yours": resize("2"),
-        "is it running": resize("2", "--config-server", "http://127.0.0.1:1/config"),
         "is not a URL": resize("2", "--config-server", "127.0.0.1:9100"),
         "no workers were ever wanted there": resize("2", "--config-server", str(client.url)),
         "--timeout 'soon'": resize("2", "--config-server", str(client.url), "--timeout", "soon"),
@@ -161,3 +160,9 @@ def test_refusals_are_one_line_and_exit_2(client: ConfigClient, resize: Callable
     for reason, (code, out, err) in reasons.items():
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert reason in err
+
+
+def test_a_server_that_cannot_be_reached_is_a_failure_and_no_mistake(resize: Callable[..., Said]) -> None:
+    code, out, err = resize("2", "--config-server", "http://127.0.0.1:1/config")
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert "config server http://127.0.0.1:1/config: [Errno 111] Connection refused; is it running" in err
