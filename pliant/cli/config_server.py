@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,6 +73,7 @@ def config_server(
 
 
 def _serve(config: ServerConfig, ttl_s: float, token_file: str, *, is_made: bool) -> None:
+    from pliant.elastic.http_server import SIGNAL_POLL_S
     from pliant.elastic.server import ConfigServer
 
     logging.basicConfig(level=logging.INFO, format="[config-server] %(message)s")
@@ -88,7 +91,10 @@ def _serve(config: ServerConfig, ttl_s: float, token_file: str, *, is_made: bool
             print(f"requests need the token in {file or token_file or 'PLIANT_TOKEN'}", flush=True)
             if file is not None and config.port == 0:
                 stack.callback(file.unlink, missing_ok=True)
-        server.wait(ttl_s or None)
+        ends_s = time.monotonic() + (ttl_s or math.inf)
+        # In short waits: a signal that another thread gets does not wake this one, whose handlers it needs.
+        while not server.wait(SIGNAL_POLL_S) and time.monotonic() < ends_s:
+            pass
 
 
 def _everywhere(host: str, url: str) -> str:

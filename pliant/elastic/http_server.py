@@ -42,6 +42,8 @@ MOST_OF_FEW = 64
 """Connections of a server beside other work, which needs its descriptors more."""
 MAX_HOLD_S = 60.0
 """A request that waits for a change is answered after this long at the latest."""
+SIGNAL_POLL_S = 0.2
+"""How often the main thread looks for signals that another thread got."""
 _SHUTDOWN_S = 3
 # Longer than a client keeps an idle connection, so that the server is never the one who closes it
 # just as the next request is on its way.
@@ -401,7 +403,9 @@ def serve_until_signalled(server: uvicorn.Server, listener: socket.socket) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        # Not for ever: of two signals at once another thread may get both, which does not wake this one, whose handlers they need.
+        thread.join(SIGNAL_POLL_S)
 
 
 @contextmanager
