@@ -112,6 +112,7 @@ class Presets(SelectionFigure):
     name = "oort-presets"
     about = "Oort's presets beside random participants: three kinds of data, two models, simulated"
     usual_s = 330
+    target = None
     more, less_accurate = 1.5, 0.005
     colours: Mapping[str, str] = {
         RANDOM: "tab:orange", DEFAULT_PRESET: "tab:blue", "paper": "tab:green", "artifact": "tab:red", "fedscale": "tab:purple",
