@@ -104,6 +104,8 @@ class SelectionFigure(Figure):
     """A figure made of jobs that pick participants in several ways. --quick is too short for its claims."""
 
     caveats = (CLIENTS,)
+    target: float | None = TARGET
+    """The accuracy to be reached; None if it is another one in each setting."""
 
     def finish(
         self,
@@ -121,7 +123,7 @@ class SelectionFigure(Figure):
             complaints=flat_courses(found) if options.quick else complaints,
             remarks=[*remarks, *too_short],
             judged=not options.quick,
-            target_accuracy=TARGET,
+            target_accuracy=self.target,
         )
 
 

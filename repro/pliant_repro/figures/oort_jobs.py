@@ -109,7 +109,8 @@ class FedCourse:
         return next((number for number, found in tests if found >= accuracy), None)
 
     def to_json(self) -> Result:
-        return asdict(self) | {"final_accuracy": self.final, "mean_round_s": self.mean_round_s}
+        kept = {name: value for name, value in asdict(self).items() if name != "rounds_s"}
+        return kept | {"final_accuracy": self.final, "mean_round_s": self.mean_round_s}
 
 
 def run_jobs(runs: Sequence[FedRun], options: Options, *, processes: int = 0) -> list[FedCourse]:
