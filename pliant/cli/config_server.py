@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
-from pliant.cli.output import ServerNameFlag, TlsCertFlag, TlsKeyFlag, option, parse_int, parse_names, read_token
+from pliant.cli.output import (
+    ServerNameFlag,
+    TlsCertFlag,
+    TlsKeyFlag,
+    announce,
+    option,
+    parse_int,
+    parse_names,
+    read_token,
+)
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.duration import parse_duration
 from pliant.elastic.membership import NO_LIMITS, Limits
@@ -82,13 +91,13 @@ def _serve(config: ServerConfig, ttl_s: float, token_file: str, *, is_made: bool
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         file = keep_token(config.host, server.port, config.token) if is_made else None
-        print(f"config server at {server.url}, version {server.wanted.version}", flush=True)
+        announce(f"config server at {server.url}, version {server.wanted.version}")
         if everywhere := _everywhere(config.host, server.url):
-            print(everywhere, flush=True)
+            announce(everywhere)
         if config.open:
-            print("open: everybody who reaches this port can change and end the jobs that use it", flush=True)
+            announce("open: everybody who reaches this port can change and end the jobs that use it")
         else:
-            print(f"requests need the token in {file or token_file or 'PLIANT_TOKEN'}", flush=True)
+            announce(f"requests need the token in {file or token_file or 'PLIANT_TOKEN'}")
             if file is not None and config.port == 0:
                 stack.callback(file.unlink, missing_ok=True)
         ends_s = time.monotonic() + (ttl_s or math.inf)

@@ -12,7 +12,16 @@ from typing import Annotated
 import typer
 
 from pliant import child, record
-from pliant.cli.output import ServerNameFlag, TlsCertFlag, TlsKeyFlag, option, parse_int, parse_names, read_token
+from pliant.cli.output import (
+    ServerNameFlag,
+    TlsCertFlag,
+    TlsKeyFlag,
+    announce,
+    option,
+    parse_int,
+    parse_names,
+    read_token,
+)
 from pliant.errors import ConfigError
 from pliant.tokens import random_token
 
@@ -65,9 +74,9 @@ def dash(
 
     def say(url: str) -> None:
         if is_new:
-            print(f"the page is at {url}?token={token}", flush=True)
+            announce(f"the page is at {url}?token={token}")
         else:
-            print(f"the page is at {url} (token in {token_file or 'PLIANT_TOKEN'})", flush=True)
+            announce(f"the page is at {url} (token in {token_file or 'PLIANT_TOKEN'})")
 
     serve(config, watcher, say)
 

@@ -23,6 +23,7 @@ from typer.core import TyperCommand
 
 from pliant.cluster import check_host
 from pliant.errors import ConfigError, reason
+from pliant.files import DISK_ERRORS
 
 if TYPE_CHECKING:
     import click
@@ -177,6 +178,15 @@ def save_json(value: object, file: Path | None) -> None:
 
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
+
+
+def announce(text: str) -> None:
+    """Print a line of a server, which goes on where the disk under its output is full or failing."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
 
 
 # --- files that will be written ---

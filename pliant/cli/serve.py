@@ -15,6 +15,7 @@ from pliant.cli.output import (
     ServerNameFlag,
     TlsCertFlag,
     TlsKeyFlag,
+    announce,
     option,
     parse_counts,
     parse_int,
@@ -127,7 +128,7 @@ def serve(
     with ExitStack() as stack:
 
         def say(text: str) -> None:
-            print(text, flush=True)
+            announce(text)
             if text.startswith("pliant serve at"):  # from now on there is something to show
                 stack.enter_context(page_beside(dash, shown, token_file=shown_token, tls=(tls_cert, tls_key)))
 

@@ -258,7 +258,8 @@ class ManagedJob:
         """Return what a scheduler that starts again must know; it can see the rest."""
         saved = {name: getattr(self, name) for name in _SAVED}
         avoided = [[list(map(list, devices)), until_s] for devices, until_s in self.avoided.items()]
-        return {**saved, "throughput": self.throughput.to_json(), "avoided": avoided, "tenant": self.tenant}
+        said = {"tenant": self.tenant, "leave_by_s": self.leave_by_s}
+        return {**saved, "throughput": self.throughput.to_json(), "avoided": avoided, **said}
 
     @classmethod
     def from_json(cls, demand: Demand, value: Mapping[str, Any]) -> ManagedJob:
@@ -268,6 +269,7 @@ class ManagedJob:
             throughput=Throughput.from_json(demand.replicas, value["throughput"]),
             avoided={device_key(dict(map(tuple, devices))): until_s for devices, until_s in value["avoided"]},
             tenant=value.get("tenant", ""),
+            leave_by_s=value.get("leave_by_s"),
         )
         job.throughput.place(job.asked)
         return job

@@ -59,6 +59,8 @@ LOOK_S = 0.1
 """Time between looks at the runs; the end of a run is an event, and is seen at once."""
 URGENT_S = 0.01
 """The same while a reservation or another tenant waits for devices."""
+POLICY_FAILED = "the policy could not decide: the server's owner sees why"
+"""What tenants are told of it: the reason may name jobs of others."""
 RESERVE_S = 20.0
 """How long a request for a reservation waits until the devices are free; the reservation stands afterwards, too."""
 TAIL_BYTES = 1 << 20
@@ -373,7 +375,7 @@ class Scheduler:
                 "free": {kind: max(0, state.free(kind)) for kind in state.devices},
                 "jobs": {job.name: dict(job.asked) for job in state.active if by in ("", job.tenant)},
                 "policy": state.policy.name,
-                "policy_error": state.policy_error,
+                "policy_error": state.policy_error if not (by and state.policy_error) else POLICY_FAILED,
                 "tenants": [each.model_dump(mode="json") for each in tenant_statuses(state).values()],
             }
 
@@ -455,8 +457,9 @@ class Scheduler:
         self._specs[name], self._folders[name] = spec, row["folder"]
         state = "stopped" if row["state"] == "running" else row["state"]
         self._state.jobs[name] = ManagedJob(
-            demand=demand_of(spec), number=row["number"], submitted_s=row["submitted_s"], state=state
-        )
+            demand=demand_of(spec), number=row["number"], submitted_s=row["submitted_s"], state=state,
+            tenant=row.get("tenant", ""),
+        )  # fmt: skip
 
     def _directory(self, name: str) -> Path:
         return self._store.directory / "jobs" / name

@@ -385,7 +385,7 @@ def foreground_job(
         number = before["number"] if before is not None else store.next_number()
         job: StoredJob = {
             "spec": spec, "number": number, "submitted_s": time.time(), "state": "running", "why": "", "folder": str(folder),
-            "started_s": time.time(), "ended_s": None, "exit_code": None,
+            "started_s": time.time(), "ended_s": None, "exit_code": None, "tenant": before.get("tenant", "") if before else "",
         }  # fmt: skip
         store.save([(name, number, job)], at_s=time.time(), scheduled=False)
         with registered("", [name], kind="federated", name=name, record=str(record), environ=environ):

@@ -16,6 +16,10 @@ from pliant.tokens import token_hash
 from pliant.yaml_source import KeyPath, YamlSource, name_error, validate
 
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+NO_HASH = (
+    "token_sha256: use 64 hexadecimal digits, as `printf %s \"$(cat FILE)\" | sha256sum` prints them of a file with the token"
+)
+"""It does not repeat what is there: somebody may have written the token itself."""
 
 
 class TenantEntry(BaseModel):
@@ -51,6 +55,8 @@ def read_tenants(path: Path, devices: Mapping[str, int], *, with_tokens: bool) -
             )
             continue
         entry, found = validate(TenantEntry, given)
+        if ("token_sha256",) in found:
+            found["token_sha256",] = NO_HASH
         wrong |= {(name, *place): text for place, text in found.items()}
         entries[name] = entry or TenantEntry()
     wrong = {**dict(_wrong_quotas(entries, devices)), **wrong}
@@ -98,7 +104,7 @@ def _token(name: str, entry: TenantEntry, folder: Path) -> tuple[str, str]:
         if entry.token_file:
             return "", "token_file and token_sha256 say the same: leave one out"
         if not SHA256.fullmatch(entry.token_sha256):
-            return "", f"token_sha256 {entry.token_sha256!r:.20}: use 64 hexadecimal digits, as sha256sum prints them"
+            return "", NO_HASH
         return entry.token_sha256.lower(), ""
     if not entry.token_file:
         return "", f"{name} has no token: add token_file: FILE, or token_sha256: HEX"

@@ -92,14 +92,15 @@ class Adaptation:
 
     # --- what travels with a step ---
 
-    def enter_view(self, engine: Engine) -> None:
+    def enter_view(self, engine: Engine, waited_s: float) -> None:
+        """Use this engine. `waited_s`: how long the program has waited so far; a wait that ended with a loss is no step's."""
         self._engine = engine
         if not self.is_active:
             return
         for listener in self.view_listeners:
             listener(engine)
         engine.throughput()  # reset the counters
-        self._before = (time.monotonic(), engine.wire_bytes)
+        self._before, self._waited_s = (time.monotonic(), engine.wire_bytes), waited_s
         self._figures = WorkerFigures(name="")
         self._workers = tuple(WorkerFigures(name=str(worker)) for worker in engine.view.workers)
 

@@ -273,6 +273,11 @@ class SyncController:
         """Whether steps may overlap."""
         return self._tuner.may_defer
 
+    @property
+    def waited_s(self) -> float:
+        """How long the program has waited for the network so far."""
+        return self._deferred.waits.seconds
+
     def enter_view(self) -> None:
         self._next = None
 

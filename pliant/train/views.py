@@ -117,7 +117,7 @@ class WorkerViews:
         self._sync.enter_view()
         self.timer = StepTimer.of(engine)
         self.trace_engine()
-        state.adaptation.enter_view(engine)
+        state.adaptation.enter_view(engine, self._sync.waited_s)
         self._guard.enter_view()
         self.is_alone = engine.size == 1 and self._replicas.count == 1
         self.is_new = True

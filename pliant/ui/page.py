@@ -205,6 +205,7 @@ def grouped(values: Mapping[str, Series]) -> list[dict[str, Series]]:
 def headline(job: ShownJob, state: str) -> str:
     """Return name, state and figures of a job as HTML."""
     given = _federated_facts(job.timeline.federated) if job.timeline.federated is not None else _training_facts(job)
+    given = [*([("tenant", job.tenant)] if job.tenant else []), *given]
     why = f'<div class="note">{html.escape(told)}</div>' if (told := job.why) else ""
     where = html.escape(job.command or job.where)
     return (
@@ -231,8 +232,6 @@ def _federated_facts(fed: FederatedTimeline) -> Sequence[tuple[str, str]]:
 def _training_facts(job: ShownJob) -> Sequence[tuple[str, str]]:
     timeline = job.timeline
     given: list[tuple[str, str]] = []
-    if job.tenant:
-        given.append(("tenant", job.tenant))
     if job.step is not None:
         given += [("step", f"{job.step:,}"), ("replicas", str(timeline.replicas))]
     given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))

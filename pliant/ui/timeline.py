@@ -341,7 +341,7 @@ class JobTimeline:
         recent = {name: series.part(self.step - RECENT_STEPS + 1, self.step) for name, series in self.figures.items()}
         facts = []
         means = {name: recent[name].average for name in ("compute_s", "wait_s", "other_s") if name in recent}
-        if (whole := sum(means.values())) > 0:
+        if len(means) == 3 and (whole := sum(means.values())) > 0:
             shares = {name: f"{mean / whole:.0%}" for name, mean in means.items()}
             facts.append(
                 (

@@ -159,6 +159,25 @@ SPEC = {
 }
 
 
+def test_a_tenants_job_stays_its_own_when_it_runs_in_the_foreground(environ: Mapping[str, str], tmp_path: Path) -> None:
+    row = {
+        "spec": SPEC,
+        "number": 1,
+        "submitted_s": 1.0,
+        "state": "stopped",
+        "folder": str(tmp_path),
+        "tenant": "vision",
+    }
+    with JobStore(tmp_path / "home") as store:
+        store.save([("a", 1, row)], at_s=1.0, scheduled=False)
+    with foreground_job(SPEC, "a", tmp_path, tmp_path / "record.jsonl", environ) as job:
+        job.update(state="stopped", exit_code=0)
+    with JobStore(tmp_path / "home") as store:
+        found = store.job("a")
+        assert found is not None
+        assert found["tenant"] == "vision"
+
+
 def test_a_foreground_job_is_running_then_ended_or_interrupted(environ: Mapping[str, str], tmp_path: Path) -> None:
     def status() -> tuple[str, int | None, float | None]:
         with JobStore(tmp_path / "home") as store:

@@ -19,9 +19,20 @@ from serving_process import Serving, serving
 from starlette.testclient import TestClient
 
 from pliant.errors import NotAllowed
+from pliant.fed.config import FedConfig
+from pliant.fed.jobfile import FederatedJob, FedPlacement
 from pliant.jobs.api import JobsApi
-from pliant.jobs.rules import END_GRACE_S, GIVE_BACK_GRACE_S, DropWorkers, EndRun, ManagedJob, ResizeRun, StartRun
-from pliant.jobs.scheduler import Scheduler
+from pliant.jobs.rules import (
+    END_GRACE_S,
+    GIVE_BACK_GRACE_S,
+    DropWorkers,
+    EndRun,
+    ManagedJob,
+    ResizeRun,
+    SchedulerState,
+    StartRun,
+)
+from pliant.jobs.scheduler import POLICY_FAILED, Scheduler
 from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.store import JobStore
 from pliant.sched import policies as schedulers
@@ -103,6 +114,22 @@ def test_workers_that_do_not_leave_what_another_tenant_waits_for_are_killed() ->
     assert world.look(END_GRACE_S - 1) == [], "they are killed once"
     world.settle("b1")
     assert world.look() == [StartRun("a1", {"cpu": 1})]
+
+
+def test_a_server_that_begins_anew_knows_by_when_borrowers_must_leave() -> None:
+    world = World(tenants=THREE)
+    world.submit("b1", "b")
+    world.grown("b1")
+    world.submit("a1", "a")
+    jobs = [
+        ManagedJob.from_json(job.demand, json.loads(json.dumps(job.to_json()))) for job in world.state.jobs.values()
+    ]
+    occupied = dict(world.job("b1").occupied)
+    world.state = SchedulerState(world.state.policy, {"cpu": 4}, jobs, tenants=THREE)
+    world.state.set_told("b1")
+    world.state.set_occupied("b1", occupied)
+    world.allocate()
+    assert world.look(GIVE_BACK_GRACE_S + 0.01) == [DropWorkers("b1")]
 
 
 def test_nobody_is_killed_for_a_job_of_its_own_tenant() -> None:
@@ -205,12 +232,45 @@ def test_a_tenant_submits_as_itself_and_touches_its_own_jobs_only(backend: Paper
         assert apis.a.post("/jobs/mine/forget").json()["name"] == "mine"
 
 
+def test_a_tenant_is_not_told_the_names_of_others_jobs_by_a_policy_that_fails(
+    backend: PaperBackend, tmp_path: Path
+) -> None:
+    with served(backend, tmp_path, f"{__file__}:Greedy") as apis:
+        apis.b.post("/jobs", json=train_job("secret"))
+        assert "job secret was given 99 devices" in apis.owner.get("/cluster").json()["policy_error"]
+        assert apis.a.get("/cluster").json()["policy_error"] == POLICY_FAILED
+        assert "secret" not in apis.a.get("/cluster").text
+
+
+def test_a_job_that_ran_in_the_foreground_is_still_its_tenants_when_the_server_resumes_it(
+    backend: PaperBackend, tmp_path: Path
+) -> None:
+    job = FederatedJob(config=FedConfig(name="fed"), placement=FedPlacement(log_path=str(tmp_path)), directory="/")
+    with JobStore(tmp_path) as store:
+        row = {
+            "spec": job.model_dump(mode="json"), "number": 1, "submitted_s": 1.0, "state": "stopped",
+            "why": "", "folder": str(tmp_path), "started_s": 1.0, "ended_s": 2.0, "exit_code": 0, "tenant": "a",
+        }  # fmt: skip
+        store.save([("fed", 1, row)], at_s=1.0, scheduled=False)
+    with served(backend, tmp_path) as apis:
+        assert apis.b.post("/jobs/fed/resume").status_code == 403
+        assert apis.a.post("/jobs/fed/resume").json()["tenant"] == "a"
+        assert apis.a.get("/jobs/fed").status_code == 200
+
+
 def test_a_server_that_begins_anew_knows_whose_jobs_there_are(backend: PaperBackend, tmp_path: Path) -> None:
     with served(backend, tmp_path) as apis:
         apis.a.post("/jobs", json=train_job("mine"))
     with served(backend, tmp_path) as apis:
         assert apis.a.get("/jobs/mine").status_code == 200
         assert apis.b.get("/jobs/mine").status_code == 403
+
+
+class Greedy(SchedulingPolicy):
+    """A policy of one's own that gives more than there is."""
+
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
+        return {job.name: {job.preferred: 99} for job in jobs.waiting()}
 
 
 class OneEach(SchedulingPolicy):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from pliant.errors import ConfigError
 from pliant.sched.tenants import Tenant
-from pliant.sched.tenants_file import read_tenants
+from pliant.sched.tenants_file import NO_HASH, read_tenants
 from pliant.tokens import token_hash
 
 CPU = {"cpu": 4}
@@ -69,9 +71,25 @@ others: {token_file: b.token}
         "8: tenant d 3: use a mapping, as in d: {weight: 2, quota: {cpu: 2}}",
         "9: e has no token: add token_file: FILE, or token_sha256: HEX",
         "9: quota.cpu -1: use 0 or more",
-        "10: token_sha256 'abc': use 64 hexadecimal digits, as sha256sum prints them",
+        f"10: {NO_HASH}",
         "11: others are those without a token of their own: leave it out",
     ]
+
+
+@pytest.mark.parametrize("said", ["my-secret-token-1", "[my-secret-token-1]", "{my-secret-token-1: 2}"])
+def test_a_token_that_was_written_as_its_hash_is_not_repeated(tmp_path: Path, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_tenants(written(tmp_path, f"a: {{token_sha256: {said}}}\n"), CPU, with_tokens=True)
+    assert NO_HASH in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_the_command_in_the_message_prints_the_hash_of_the_token(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "FILE").write_text(f"a-token-of-its-own{ending}")
+    [command] = re.findall("`(.*)`", NO_HASH)
+    printed = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert printed.split()[0] == token_hash("a-token-of-its-own")
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,12 @@ def test_damaged_and_unknown_facts_are_passed_over(broken: Fact) -> None:
     assert dict(timeline.facts)["others wait for"] == "rank 9 (unknown) in 1 of the last 1 step"
 
 
+@pytest.mark.parametrize("left", ["compute_s", "wait_s"])
+def test_a_part_of_the_phases_is_no_description_of_the_step(left: str) -> None:
+    assert "a step takes" in dict(told(view(1, A, B), step(1, compute_s=0.02, wait_s=0.03)).facts)
+    assert "a step takes" not in dict(told(view(1, A, B), step(1, **{left: 0.03})).facts)
+
+
 def test_the_map_of_workers_follows_the_views() -> None:
     timeline = told(view(1, A, B), step(1), step(4), view(5, A, B, C), step(5), step(9))
     options, rows = charts.worker_map(timeline, StepWindow.of(timeline))

@@ -39,7 +39,7 @@ SERVER_PORT = 9100
 END_S = 30.0
 ANSWER_S = 2.0
 """How long the config server may take for an answer."""
-DISK_BYTES = 8 << 20
+DISK_BYTES = 16 << 20
 CLOCK_PROGRAM = '''"""A clock that is as far off as a file says."""
 import os, time
 _path, _real, _real_ns, _seen = os.environ.get("PLIANT_SOAK_CLOCK"), time.time, time.time_ns, [-9.0, 0.0]
