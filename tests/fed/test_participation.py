@@ -176,5 +176,6 @@ def test_a_job_without_a_test_is_reported_by_its_clients(tmp_path: Path) -> None
     assert "4 of 6; 2 never" in said.stdout
     with pytest.raises(ConfigError, match="--plot .*no model was tested yet; leave --plot out"):
         raise command("report", str(tmp_path / "one"), "--plot", str(tmp_path / "p.png")).exception
-    tested = command("report", job(tmp_path / "two"), str(tmp_path / "one")).stdout
-    assert "target: accuracy 50.00%" in tested
+    tested = command("report", job(tmp_path / "two"), str(tmp_path / "one"), "--json", str(tmp_path / "found.json")).stdout
+    assert "target: accuracy 50.00%, which all tested jobs reached; hours" in tested, "the other one has no test"
+    assert json.loads((tmp_path / "found.json").read_text())["target_by"] == "the best that every tested job reached"
