@@ -49,6 +49,7 @@ from pliant.jobs.status import (
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
 from pliant.json_text import parse_json
+from pliant.record import MAX_LINE_BYTES
 from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.planner import Counts
 from pliant.sched.tenants import OTHERS, Tenant
@@ -61,7 +62,7 @@ URGENT_S = 0.01
 """The same while a reservation or another tenant waits for devices."""
 RESERVE_S = 20.0
 """How long a request for a reservation waits until the devices are free; the reservation stands afterwards, too."""
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = MAX_LINE_BYTES
 """How much of a record is read at one look, and how far back a scheduler that starts again looks."""
 TURN_PERIOD_S = 1.0
 """Time between decisions while a device is due to go to another tenant."""
