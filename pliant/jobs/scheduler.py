@@ -35,7 +35,7 @@ from pliant.jobs.rules import (
     SchedulerState,
     StartRun,
 )
-from pliant.jobs.schema import JobSpec, TrainJob, job_from_json
+from pliant.jobs.schema import JobSpec, TrainJob, stored_job
 from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.status import (
     JobDetail,
@@ -438,7 +438,7 @@ class Scheduler:
     def _load(self, row: StoredJob) -> ManagedJob | None:
         """Return a job from the store; None if it is damaged or of another version, which must not hide the others."""
         try:
-            spec = job_from_json(row["spec"])
+            spec = stored_job(row["spec"])
             job = ManagedJob.from_json(demand_of(spec), row)
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             log.warning("job %s cannot be read from the store: %s; `pliant forget` removes it", row["name"], error)
@@ -452,7 +452,7 @@ class Scheduler:
         row = self._store.job(name)
         if row is None:
             raise UnknownJob(f"no job {name!r}")
-        spec = job_from_json(row["spec"])
+        spec = stored_job(row["spec"])
         self._specs[name], self._folders[name] = spec, row["folder"]
         state = "stopped" if row["state"] == "running" else row["state"]
         self._state.jobs[name] = ManagedJob(

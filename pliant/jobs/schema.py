@@ -11,12 +11,13 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from pliant.errors import ConfigError
 from pliant.fed import artifact
+from pliant.fed.config import name_stored_preset
 from pliant.fed.jobfile import KEYS as FEDERATED_KEYS
 from pliant.fed.jobfile import FederatedJob, check_files, kind_mistakes, read_federated
 from pliant.identity import parse_verify
@@ -206,6 +207,13 @@ def job_from_json(value: object) -> JobSpec:
         raise ConfigError(
             "; ".join(validation_messages(error, model, examples=_EXAMPLES, hidden=_HIDDEN).values())
         ) from None
+
+
+def stored_job(spec: Mapping[str, Any]) -> JobSpec:
+    """Return the job of a specification that the store has kept, perhaps since an earlier version; raises ConfigError."""
+    if isinstance(config := spec.get("config"), Mapping):
+        spec = {**spec, "config": name_stored_preset(config)}
+    return job_from_json(spec)
 
 
 # --- job files ---

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pliant.errors import ConfigError, NoClient
+from pliant.fed.config import DEFAULT_PRESET
 from pliant.fed.selection.base import (
     Floats,
     Mask,
@@ -119,8 +120,6 @@ FEDSCALE = ARTIFACT.model_copy(update={
 })  # fmt: skip
 BALANCED = FEDSCALE.model_copy(update={"exploration_min": 0.5})
 PRESETS = {"balanced": BALANCED, "paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
-DEFAULT_PRESET = "balanced"
-"""The preset of a selector that names none."""
 
 
 def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:
