@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -209,10 +209,11 @@ def job_from_json(value: object) -> JobSpec:
         ) from None
 
 
-def stored_job(spec: Mapping[str, Any]) -> JobSpec:
+def stored_job(spec: object) -> JobSpec:
     """Return the job of a specification that the store has kept, perhaps since an earlier version; raises ConfigError."""
-    if isinstance(config := spec.get("config"), Mapping):
-        spec = {**spec, "config": name_stored_preset(config)}
+    match spec:
+        case {"config": dict(config), **rest}:
+            return job_from_json({**rest, "config": name_stored_preset(config)})
     return job_from_json(spec)
 
 

@@ -114,7 +114,9 @@ def test_a_job_of_the_former_default_preset_goes_on_once_its_file_names_it(tmp_p
     forget_preset(fact["config"])
     (old / RECORD).write_text("".join([json.dumps(fact) + "\n", *rest]))
     for unnamed in ("oort", {"kind": "oort"}):
-        with pytest.raises(CheckpointError, match="preset='paper', this one has .*'balanced': write `preset: paper` into"):
+        with pytest.raises(
+            CheckpointError, match="preset='paper', this one has .*'balanced': write `preset: paper` into"
+        ):
             loop_of(config_of(selector=unnamed), old).run()
     resumed = loop_of(config_of(selector=selector), old)
     resumed.run()
