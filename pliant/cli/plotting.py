@@ -86,8 +86,7 @@ def accuracy_curves(found: Comparison, path: Path) -> None:
         raise ConfigError(f"--plot {path}: there is no curve, because no model was tested yet; leave --plot out")
     scale = 1 if found.metric == "loss" else 100
     label = found.metric if found.metric == "loss" else f"{found.metric.replace('_', '-')}, %"
-    by = "" if found.is_asked else ", which all of them reached"
-    caption = f"Dashed: the target, {found.target * scale:.2f}{by}. Hours are those of the virtual clock."
+    caption = f"Dashed: the target, {found.target * scale:.2f}{found.reached_by}. Hours are those of the virtual clock."
     with picture(path, "Time to accuracy", caption, panels=2) as axes:
         for number, run in enumerate(found.runs):
             tests = [(point, value_of(point, found.metric)) for point in run.curve.points]

@@ -44,7 +44,7 @@ def report(
     ] = True,
     target: Annotated[
         str,
-        option("--target", "SHARE", "The accuracy to reach, 0.8 or 80; default: the best that every job reached."),
+        option("--target", "SHARE", "The accuracy to reach, 0.8 or 80; default: the best that every tested job reached."),
     ] = "",
     metric: Annotated[
         str, option("--metric", "", "accuracy, top_5 or loss.", completion.one_of("accuracy", "top_5", "loss"))
@@ -108,8 +108,7 @@ def _print(found: Comparison) -> None:
     if found.target is None:
         print("target: none, because no model was tested yet")
     else:
-        by = "" if found.is_asked else ", which all of them reached"
-        print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
+        print(f"target: {found.metric} {told(found.target)}{found.reached_by}; hours of the virtual clock")
     _print_clients(names, [run.curve.clients for run in found.runs])
 
 

@@ -7,7 +7,8 @@ Nothing here opens a file; `jobfile` and `artifact` read configs from files.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -31,6 +32,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+DEFAULT_PRESET = "balanced"
+"""The preset of a selector `oort` that names none. It is written into each config: a later default changes no stored job."""
+FORMER_DEFAULT_PRESET = "paper"
+"""The default while configs were stored without the preset."""
+
+
 class NamedOptions(_Section):
     """The name of a selector or an aggregator, and its options."""
 
@@ -50,6 +57,14 @@ class NamedOptions(_Section):
         if wrong:
             raise JointMistakes(wrong)
         return given
+
+
+def name_stored_preset(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored config, as JSON, with the former default preset if its selector is `oort` and names none."""
+    match config:
+        case {"selector": {"kind": "oort", "options": dict(options)} as selector}:
+            return {**config, "selector": {**selector, "options": {"preset": FORMER_DEFAULT_PRESET, **options}}}
+    return config
 
 
 class DataConfig(_Section):
@@ -132,7 +147,7 @@ class FedConfig(_Section):
     """Test accuracy at which the job ends early; 0: it does not."""
     concurrency: Natural = 0
     """For asynchronous jobs, clients that train at a time; 0: K times `overcommit`."""
-    selector: NamedOptions = NamedOptions(kind="oort")
+    selector: NamedOptions = NamedOptions(kind="oort", options={"preset": DEFAULT_PRESET})
     aggregator: NamedOptions = NamedOptions(kind="fed-avg")
     privacy: PrivacyConfig | None = None
     malicious: Share = 0.0
@@ -162,6 +177,13 @@ class FedConfig(_Section):
         if isinstance(given, dict) and "options" not in given:
             return {"kind": given.get("kind"), "options": {k: v for k, v in given.items() if k != "kind"}}
         return given
+
+    @field_validator("selector")
+    @classmethod
+    def _name_preset(cls, selector: NamedOptions) -> NamedOptions:
+        if selector.kind != "oort":
+            return selector
+        return NamedOptions(kind="oort", options={"preset": DEFAULT_PRESET, **selector.options})
 
     @model_validator(mode="after")
     def _together(self) -> FedConfig:

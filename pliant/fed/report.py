@@ -204,12 +204,17 @@ class Comparison:
     """If false, the target is the best value that all tested jobs reached."""
     runs: tuple[TargetReached, ...]
 
+    @property
+    def reached_by(self) -> str:
+        """Who reached the target, as the end of a sentence; empty if the user asked for it."""
+        return "" if self.is_asked else ", which all tested jobs reached"
+
     def as_json(self) -> dict[str, object]:
         return {
             "report": "compare",
             "metric": self.metric,
             "target": self.target,
-            "target_by": "the user" if self.is_asked else "the best that every job reached",
+            "target_by": "the user" if self.is_asked else "the best that every tested job reached",
             "runs": [run.as_json(self.metric) for run in self.runs],
         }
 
@@ -221,7 +226,7 @@ def value_of(point: Point, metric: str) -> float | None:
 
 
 def compare(curves: Sequence[Curve], *, target: float | None = None, metric: str = "accuracy") -> Comparison:
-    """Compare when each job first reached `target`; default: the best value that all of them reached."""
+    """Compare when each job first reached `target`; default: the best value that all tested jobs reached."""
     if metric not in METRICS:
         raise ConfigError(f"--metric {metric!r}: use one of {', '.join(METRICS)}")
     if not curves:

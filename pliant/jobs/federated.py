@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from pliant.errors import CheckpointError, ConfigError, PliantError
+from pliant.fed.config import name_stored_preset
 from pliant.fed.data.build import build_task
 from pliant.fed.history import History
 from pliant.fed.jobfile import FederatedJob, rounds_text
@@ -33,6 +32,7 @@ from pliant.fed.workers import coordinator_with_workers
 from pliant.files import hold_lock
 from pliant.jobs.status import TERMINATED
 from pliant.jobs.store import registered
+from pliant.json_text import parse_json
 from pliant.launch import events
 
 PREDECESSOR_S = 30.0
@@ -71,8 +71,9 @@ class FederatedFolder:
     def job(self) -> FederatedJob:
         """Read the job; raises ConfigError if the folder holds none."""
         try:
-            return FederatedJob.model_validate_json((self.path / "job.json").read_bytes())
-        except (OSError, ValidationError) as error:
+            stored = parse_json((self.path / "job.json").read_bytes())
+            return FederatedJob.model_validate(stored | {"config": name_stored_preset(stored["config"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
             why = error.strerror if isinstance(error, OSError) else "its job.json is damaged, or of another version"
             raise ConfigError(f"{self.path}: {why}; give the folder of a federated job") from None
 

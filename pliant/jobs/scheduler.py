@@ -35,7 +35,7 @@ from pliant.jobs.rules import (
     SchedulerState,
     StartRun,
 )
-from pliant.jobs.schema import JobSpec, TrainJob, job_from_json
+from pliant.jobs.schema import JobSpec, TrainJob, stored_job
 from pliant.jobs.shares import tenant_statuses, why_waits
 from pliant.jobs.status import (
     JobDetail,
@@ -49,6 +49,7 @@ from pliant.jobs.status import (
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
 from pliant.json_text import parse_json
+from pliant.record import MAX_LINE_BYTES
 from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.planner import Counts
 from pliant.sched.tenants import OTHERS, Tenant
@@ -63,7 +64,7 @@ POLICY_FAILED = "the policy could not decide: the server's owner sees why"
 """What tenants are told of it: the reason may name jobs of others."""
 RESERVE_S = 20.0
 """How long a request for a reservation waits until the devices are free; the reservation stands afterwards, too."""
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = MAX_LINE_BYTES
 """How much of a record is read at one look, and how far back a scheduler that starts again looks."""
 TURN_PERIOD_S = 1.0
 """Time between decisions while a device is due to go to another tenant."""
@@ -439,7 +440,7 @@ class Scheduler:
     def _load(self, row: StoredJob) -> ManagedJob | None:
         """Return a job from the store; None if it is damaged or of another version, which must not hide the others."""
         try:
-            spec = job_from_json(row["spec"])
+            spec = stored_job(row["spec"])
             job = ManagedJob.from_json(demand_of(spec), row)
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             log.warning("job %s cannot be read from the store: %s; `pliant forget` removes it", row["name"], error)
@@ -453,7 +454,7 @@ class Scheduler:
         row = self._store.job(name)
         if row is None:
             raise UnknownJob(f"no job {name!r}")
-        spec = job_from_json(row["spec"])
+        spec = stored_job(row["spec"])
         self._specs[name], self._folders[name] = spec, row["folder"]
         state = "stopped" if row["state"] == "running" else row["state"]
         self._state.jobs[name] = ManagedJob(

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from pliant.errors import ConfigError
 from pliant.fed import artifact
+from pliant.fed.config import name_stored_preset
 from pliant.fed.jobfile import KEYS as FEDERATED_KEYS
 from pliant.fed.jobfile import FederatedJob, check_files, kind_mistakes, read_federated
 from pliant.identity import parse_verify
@@ -206,6 +207,14 @@ def job_from_json(value: object) -> JobSpec:
         raise ConfigError(
             "; ".join(validation_messages(error, model, examples=_EXAMPLES, hidden=_HIDDEN).values())
         ) from None
+
+
+def stored_job(spec: object) -> JobSpec:
+    """Return the job of a specification that the store has kept, perhaps since an earlier version; raises ConfigError."""
+    match spec:
+        case {"config": dict(config), **rest}:
+            return job_from_json({**rest, "config": name_stored_preset(config)})
+    return job_from_json(spec)
 
 
 # --- job files ---

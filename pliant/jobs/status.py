@@ -9,7 +9,7 @@ import codecs
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pliant.errors import ENDED_EXIT, ConfigError
 from pliant.json_text import parse_json
+from pliant.record import MAX_LINE_BYTES
 
 if TYPE_CHECKING:
     from pliant.jobs.store import ForegroundRun, JobStore
@@ -27,7 +28,10 @@ STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped"})
 TERMINATED = 143
 """Exit code of a runner or coordinator that was sent SIGTERM, as when its machine is shut down."""
-TAIL_BYTES = 1 << 18
+TAIL_BYTES = 4 * MAX_LINE_BYTES
+"""The progress of a federated job is looked for in so much of the end of its record."""
+BLOCK_BYTES = 1 << 18
+"""So much of it is read at once."""
 MAX_TEXT_BYTES = 1 << 20
 """Size of one part of a log."""
 
@@ -269,13 +273,17 @@ def federated_progress(spec: Mapping[str, Any], folder: str) -> FederatedProgres
     if kind_of(spec) != "federated":
         return None
     number, clock_s, accuracy = 0, 0.0, None
-    for line in _last_lines(Path(record_path(spec, folder))):
+    for line in _lines_from_end(Path(record_path(spec, folder))):
+        if number and line.startswith(b'{"kind": "round"'):
+            continue  # an older one, which may be long
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             fact = parse_json(line)
-            if fact.get("kind") == "round":
+            if fact.get("kind") == "round" and not number:
                 number, clock_s = int(fact["round"]), float(fact["clock_s"])
-            elif fact.get("kind") == "test":
+            elif fact.get("kind") == "test" and accuracy is None:
                 accuracy = float(fact["accuracy"])
+        if number and accuracy is not None:
+            break
     config, placement = spec["config"], spec["placement"]
     return FederatedProgress(
         round=number,
@@ -287,16 +295,18 @@ def federated_progress(spec: Mapping[str, Any], folder: str) -> FederatedProgres
     )
 
 
-def _last_lines(path: Path) -> list[bytes]:
-    """Return the whole lines at the end of a file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return []
-    return [line for line in (lines if size <= TAIL_BYTES else lines[1:]) if line.endswith(b"\n")]
+def _lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yield the lines at the end of a file, the last one first; the first and the last of them may be cut short."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        stop, rest = max(0, at - TAIL_BYTES), b""
+        while at > stop:
+            begin = max(stop, at - BLOCK_BYTES)
+            file.seek(begin)
+            rest, *lines = (file.read(at - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+            at = begin
+        yield rest
 
 
 def check_forgettable(status: JobStatus) -> None:

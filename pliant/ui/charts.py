@@ -430,7 +430,7 @@ def _dots(fed: FederatedTimeline) -> dict[int, dict[str, tuple[int, ...]]]:
     for number in sorted(fed.recent, reverse=True):
         clients = {outcome: getattr(fed.recent[number], outcome) for outcome in OUTCOME_COLOURS}
         count = sum(map(len, clients.values()))
-        if count > room and shown:
+        if shown and (not room or count > room):
             break
         every = max(1, -(-count // room))
         shown[number] = {outcome: ids[::every] for outcome, ids in clients.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,43 @@ def test_a_job_that_is_done_can_be_given_more_rounds(tmp_path: Path) -> None:
     longer.run()
     whole.run()
     assert state_of(longer) == state_of(whole)
+
+
+def forget_preset(config: dict[str, Any]) -> None:
+    """Make the config one of the time when jobs were stored without the preset."""
+    assert config["selector"]["options"].pop("preset") == "paper"
+
+
+def test_a_job_of_the_former_default_preset_goes_on_once_its_file_names_it(tmp_path: Path) -> None:
+    selector = {"kind": "oort", "preset": "paper"}
+    whole = loop_of(config_of(selector=selector), tmp_path / "whole")
+    whole.run()
+    old = tmp_path / "old"
+    loop_of(config_of(selector=selector, rounds=4), old).run()
+    found = checkpoint_file.read(old / CHECKPOINT_FILE)
+    meta: dict[str, Any] = dict(found.meta)
+    forget_preset(meta["config"])
+    checkpoint_file.CheckpointImage(replace(found, meta=meta), None).write(old / CHECKPOINT_FILE)
+    first, *rest = (old / RECORD).read_text().splitlines(keepends=True)
+    fact = json.loads(first)
+    forget_preset(fact["config"])
+    (old / RECORD).write_text("".join([json.dumps(fact) + "\n", *rest]))
+    for unnamed in ("oort", {"kind": "oort"}):
+        with pytest.raises(
+            CheckpointError, match="preset='paper', this one has .*'balanced': write `preset: paper` into"
+        ):
+            loop_of(config_of(selector=unnamed), old).run()
+    resumed = loop_of(config_of(selector=selector), old)
+    resumed.run()
+    assert state_of(resumed) == state_of(whole)
+
+
+def test_new_jobs_store_the_preset(tmp_path: Path) -> None:
+    for number, config in enumerate((config_of(selector="oort"), config_of())):
+        loop_of(config, tmp_path / str(number)).run()
+        stored = checkpoint_file.read(tmp_path / str(number) / CHECKPOINT_FILE).meta["config"]
+        assert stored["selector"] == {"kind": "oort", "options": {"preset": "balanced"}}  # type: ignore[index, call-overload]
+        assert lines_of(tmp_path / str(number))[0]["config"]["selector"] == stored["selector"]  # type: ignore[index, call-overload]
 
 
 def test_how_many_train_at_once_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from pliant.fed.jobfile import FederatedJob, FedPlacement, make_job_folder
 from pliant.fed.rounds.loop import simulate
 from pliant.jobs.client import find_server, open_jobs
 from pliant.jobs.federated import FederatedFolder
+from pliant.jobs.schema import stored_job
 from pliant.jobs.store import foreground_job
 from pliant.tokens import state_directory
 from pliant.train import checkpoint_file
@@ -205,6 +206,12 @@ def test_a_folder_holds_its_job_and_is_made_once(tmp_path: Path) -> None:
     assert folder.path.parent == tmp_path / "logs" / "a"
     assert folder.job() == job
     assert FederatedFolder(make_job_folder(job)).path != folder.path
+    old = job.model_dump(mode="json")
+    del old["config"]["selector"]["options"]["preset"]
+    (folder.path / "job.json").write_text(json.dumps(old))
+    assert stored_job(old) == folder.job()
+    assert folder.job().config.selector.options == {"preset": "paper"}, "the default when jobs had no name of it"
+    assert job.config.selector.options == {"preset": "balanced"}
     with pytest.raises(ConfigError, match="leave time_stamp out"):
         make_job_folder(job.model_copy(update={"time": folder.path.name}))
     (folder.path / "job.json").write_text("{")

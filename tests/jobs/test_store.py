@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,7 +17,11 @@ from patience import until
 
 from pliant.child import start_ticks
 from pliant.errors import ConfigError, NameTaken
-from pliant.jobs.status import stored_statuses
+from pliant.fed.config import FedConfig
+from pliant.fed.history import Point, Round
+from pliant.fed.rounds.modes import client_losses
+from pliant.fed.rounds.storage import JobRecorder
+from pliant.jobs.status import federated_progress, stored_statuses
 from pliant.jobs.store import (
     ForegroundRun,
     JobStore,
@@ -24,6 +30,7 @@ from pliant.jobs.store import (
     registered,
     running_jobs,
 )
+from pliant.record import MAX_LINE_BYTES
 from pliant.tokens import state_directory
 
 URL = "http://127.0.0.1:9100/config"
@@ -201,6 +208,31 @@ def test_a_foreground_job_is_running_then_ended_or_interrupted(environ: Mapping[
     with JobStore(tmp_path / "home") as store:
         store.forget("a")
         assert store.names() == set()
+
+
+def test_rounds_of_30000_participants_show_their_progress(tmp_path: Path) -> None:
+    """The test is three rounds back, and a round is being written."""
+    chance = random.Random(0)
+    record = tmp_path / "aggregator" / "record.jsonl"
+    with contextlib.closing(JobRecorder(record.parent)) as recorder:
+        recorder.begin(FedConfig(name="a", rounds=9), None, {})
+        for number in range(1, 6):
+            invited = sorted(chance.sample(range(10**7), 39_000))
+            done, cut = tuple(invited[:30_000]), tuple(invited[30_000:])
+            took_s = tuple(chance.uniform(1, 900) for _ in done)
+            losses = client_losses(FedConfig(), [chance.uniform(0, 3) for _ in done])
+            recorder.round(
+                Round(number, 0.0, 60.0 * number, tuple(invited), done, cut, (), {}, 1.0, 0.1, 10**7, 0, {}, took_s,
+                      client_loss=losses)
+            )  # fmt: skip
+            if number == 2:
+                recorder.test(Point(2, 120.0, 0.25, 0.5, 1.0))
+    lines = record.read_bytes().splitlines(keepends=True)
+    assert max(map(len, lines)) < 0.8 * MAX_LINE_BYTES
+    record.write_bytes(b"".join(lines) + lines[1][:500_000])
+    progress = federated_progress(SPEC, str(tmp_path))
+    assert progress is not None
+    assert (progress.round, progress.clock_s, progress.accuracy) == (5, 300.0, 0.25)
 
 
 @pytest.mark.parametrize(

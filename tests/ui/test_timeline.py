@@ -406,6 +406,17 @@ def test_a_hundred_thousand_clients_are_drawn_at_once() -> None:
     assert charts.fed_description(fed)["picked"].endswith("and 19960 more")
 
 
+def test_a_round_that_fills_the_chart_leaves_no_room_for_one_without_clients() -> None:
+    timeline = JobTimeline()
+    timeline.add([fact("start", 0)])
+    ids = list(range(charts.MOST_DOTS))
+    for number, picked in ((1, []), (2, ids)):
+        timeline.add([fact("round", number, round=number, clock_s=60.0 * number, invited=picked, aggregated=picked)])
+    assert timeline.federated is not None
+    dots = charts.fed_picked(timeline.federated)["series"][0]["data"]
+    assert dots == [[2, client] for client in ids]
+
+
 # --- the cluster ---
 
 

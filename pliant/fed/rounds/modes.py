@@ -127,10 +127,10 @@ def mean_loss(losses: list[float]) -> float | None:
 
 
 def client_losses(config: FedConfig, losses: list[float]) -> tuple[float | None, ...]:
-    """Return the loss of each client for the record; nothing if the job promises privacy."""
+    """Return the loss of each client for the record, with six digits; nothing if the job promises privacy."""
     if config.privacy is not None:
         return ()
-    return tuple(each if math.isfinite(each) else None for each in losses)
+    return tuple(float(f"{each:.6g}") if math.isfinite(each) else None for each in losses)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pliant.errors import CheckpointError, ConfigError
-from pliant.fed.config import FedConfig
+from pliant.fed.config import FedConfig, name_stored_preset
 from pliant.fed.history import History, Point, Round, WorkFigures
 from pliant.files import hold_lock, write_atomic
 from pliant.json_text import parse_json
@@ -260,14 +260,16 @@ def check_same_config(where: str, theirs: Mapping[str, Any], config: FedConfig) 
     """Refuse files of a job with another config: raises CheckpointError with the first field that differs."""
     mine = config.model_dump(mode="json")
     found = _difference(
-        {name: value for name, value in theirs.items() if name not in MAY_CHANGE},
+        {name: value for name, value in name_stored_preset(theirs).items() if name not in MAY_CHANGE},
         {name: value for name, value in mine.items() if name not in MAY_CHANGE},
     )
     if found is not None:
         name, old, new = found
+        remedy = "resume with the same settings"
+        if name == "selector.options.preset":  # the job's file may name none: the default was another
+            remedy = f"write `preset: {old}` into its selector to resume it"
         raise CheckpointError(
-            f"{where} is of a job with {name}={old!r}, this one has {name}={new!r}: "
-            "resume with the same settings, or use another folder"
+            f"{where} is of a job with {name}={old!r}, this one has {name}={new!r}: {remedy}, or use another folder"
         )
 
 

@@ -11,10 +11,10 @@ that of the (1 - e)K-th best. The others were never tried before, and fast ones 
 when rounds teach less. Clients that took part `blacklist_rounds` times are left out.
 
 The presets `paper`, `artifact` and `fedscale` are those of the paper and of the two programs that implement it. What the paper
-leaves open is as in its artifact. `balanced`, the default, is FedScale's, except that half of the participants are clients
-that were never tried before, as long as there are any: a model that always hears the same few clients fits those. Where the
-programs differ from the paper, there is a setting; where they crash, any number of clients works. A client that was cut has
-neither taught nor taken part, but its speed is known.
+leaves open is as in its artifact. `balanced`, the default, is FedScale's with a higher floor of e: clients that were never
+tried before are nine of ten participants at first, and never less than half while there are any, because a model that always
+hears the same few clients fits those. Where the programs differ from the paper, there is a setting; where they crash, any
+number of clients works. A client that was cut has neither taught nor taken part, but its speed is known.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pliant.errors import ConfigError, NoClient
+from pliant.fed.config import DEFAULT_PRESET
 from pliant.fed.selection.base import (
     Floats,
     Mask,
@@ -119,8 +120,6 @@ FEDSCALE = ARTIFACT.model_copy(update={
 })  # fmt: skip
 BALANCED = FEDSCALE.model_copy(update={"exploration_min": 0.5})
 PRESETS = {"balanced": BALANCED, "paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
-DEFAULT_PRESET = "balanced"
-"""The preset of a selector that names none."""
 
 
 def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:

@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
-from pliant.fed.selection.selectors import DEFAULT_PRESET, PRESETS
+from pliant.fed.config import DEFAULT_PRESET, DataConfig, FedConfig, LocalConfig, NamedOptions
+from pliant.fed.selection.selectors import PRESETS
 from pliant_repro.figures.figure import Headline, Options, Panel, TableRows
 from pliant_repro.figures.formatting import Result
 from pliant_repro.figures.oort import SelectionFigure
