@@ -218,6 +218,7 @@ RUN_BY = {
     "make wheels": "tests/test_packaging.py::test_a_wheel_holds_the_package_and_nothing_else",
     "source .venv/bin/activate": ACTIVATED,
     ".venv/bin/pytest": ACTIVATED,
+    "umask 077": "tests/test_typed_commands.py::test_python_takes_one_liners_of_a_page",
     "python -c": "tests/test_typed_commands.py::test_python_takes_one_liners_of_a_page",
     "python examples/digits.py": FIVE_MINUTES,
     "python examples/policies/": "tests/test_examples.py::test_the_tutorials_policies_that_look_at_the_noise",
@@ -297,7 +298,7 @@ def test_python_takes_one_liners_of_a_page() -> None:
     shown = [
         shlex.split(line)
         for path in PAGES
-        for line in re.findall(r'^    \$ python (-c "[^"]+")', path.read_text(), re.MULTILINE)
+        for line in re.findall(r'^    \$ (?:umask 077; )?python (-c "[^"]+")', path.read_text(), re.MULTILINE)
     ]
     assert shown
     for words in shown:
