@@ -82,6 +82,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.is_open = True
+        self._acceptor.joined(self)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -153,6 +154,8 @@ class Acceptor:
         self._strangers: dict[LimitedProtocol, asyncio.Task[None]] = {}
         """Connections whose clients have not shown the token, the oldest first, and the tasks that open them."""
         self._opening: set[asyncio.Task[None]] = set()
+        self._unopened: set[LimitedProtocol] = set()
+        """Connections that are not among those of the server's state yet, where their tasks may be a moment longer."""
         self._report = FloodReport(self._loop)
 
     def open(self) -> None:
@@ -172,6 +175,10 @@ class Acceptor:
         """Wait until no connection is being opened any more."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
+    def joined(self, protocol: LimitedProtocol) -> None:
+        """Note that a connection is among those of the server's state now."""
+        self._unopened.discard(protocol)
+
     def trust(self, protocol: LimitedProtocol) -> None:
         self._strangers.pop(protocol, None)
 
@@ -188,6 +195,7 @@ class Acceptor:
         elif task is not None:
             task.cancel()
             self._opening.discard(task)
+            self._unopened.discard(protocol)
 
     def _accept(self) -> None:
         for _ in range(BURST):
@@ -214,7 +222,7 @@ class Acceptor:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _admit(self, sock: socket.socket) -> None:
-        if len(self._state.connections) + len(self._opening) >= self._most:
+        if len(self._state.connections) + len(self._unopened) >= self._most:
             oldest = next(iter(self._strangers), None)
             if oldest is None:
                 self._report.count()
@@ -226,9 +234,11 @@ class Acceptor:
         task = self._loop.create_task(self._open(protocol, sock))
         self._strangers[protocol] = task
         self._opening.add(task)
+        self._unopened.add(protocol)
 
         def opened(task: asyncio.Task[None]) -> None:
             self._opening.discard(task)
+            self._unopened.discard(protocol)
             if not protocol.is_open:
                 self._strangers.pop(protocol, None)
                 sock.close()

@@ -100,6 +100,17 @@ def test_with_nobody_but_friends_the_next_is_closed_at_once() -> None:
         assert not any(is_closed(friend) for friend in friends)
 
 
+def test_as_many_as_there_is_room_for_come_at_once_and_none_is_closed() -> None:
+    with small_server() as port:
+        for _ in range(40):
+            with contextlib.ExitStack() as stack:
+                friends = [stack.enter_context(connected(port, ASKS)) for _ in range(MOST)]
+                assert all(greets(friend) for friend in friends)
+                for friend in friends:
+                    friend.shutdown(socket.SHUT_WR)
+                    assert friend.recv(1) == b"", "the server has let go of it"
+
+
 @pytest.mark.parametrize(
     "begun",
     [

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from pliant.elastic.http_server import Gate, HostGate, TokenGate, serving, uvicorn_config
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, PliantError
 from pliant.ui import server
 from pliant.ui.server import DashConfig, PageGate
 
@@ -195,5 +195,5 @@ def test_a_page_has_a_token() -> None:
 )
 def test_a_mistake_is_said_in_one_line(words: list[str], told: str) -> None:
     result = command("dash", *words)
-    assert isinstance(result.exception, ConfigError)
+    assert isinstance(result.exception, PliantError)
     assert told in str(result.exception)
