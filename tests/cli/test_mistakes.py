@@ -90,6 +90,8 @@ MISTAKES = [
     ("serve --port 0", "no devices to give", "--devices cpu=4"),
     ("serve --devices cpu", "'cpu'", "TYPE=NUMBER"),
     ("serve --devices cpu=-1", "cpu=-1", "whole number"),
+    ("serve --devices cpu=4,cpu=2", "--devices 'cpu=2'", "each type once"),
+    ("plan --replicas 4 --speed a=1,a=2", "--speed 'a=2'", "each type once"),
     ("serve --port 99999 --devices cpu=1", "--port 99999", "1 to 65535"),
     ("serve --port x --devices cpu=1", "--port 'x'", "such as 9200"),
     ("serve --policy srtf --devices cpu=1", "'srtf'", "easyscale-heter"),
