@@ -110,6 +110,7 @@ MISTAKES = [
     ("report", "which jobs?", "pliant report"),
     ("report run.jsonl --target x", "--target 'x'", "0.8"),
     ("reproduce nothing", "nothing", "there are "),
+    ("reproduce kungfu-fgi8 --no-plot", "kungfu-fgi8", "did you mean kungfu-fig8?"),
     ("reproduce all --limit -1 --no-plot", "--limit -1", "minutes, or 0"),
     ("reproduce --quick --full kungfu-fig8 --no-plot", "--quick and --full", "one of them"),
     ("reproduce --steps -3 kungfu-fig8 --no-plot", "--steps -3", "1 or more"),
