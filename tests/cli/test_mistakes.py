@@ -140,7 +140,8 @@ MISTAKES = [
     ("run -f program.py", "program.py:", "a program"),
     ("submit empty", "empty", "key: value"),
     ("fed run absent.yml", "absent.yml", "give a YAML file"),
-    ("fed run job.yml", "job.yml", "participants: N"),
+    ("fed run job.yml", "job.yml: a training job", "participants: N"),
+    ("fed run bad-job.yml", "bad-job.yml: a training job", "`pliant run -f bad-job.yml` or `pliant submit bad-job.yml`"),
     ("fed run", "which job?", "pliant fed run"),
     ("fed run --resume nobody", "'nobody'", "there has been none yet"),
     ("fed select --replay absent.json", "absent.json", "give a replay"),
@@ -192,6 +193,7 @@ def littered(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "fed.yml").write_text("participants: 2\ndata: {kind: digits}\n")
     (tmp_path / "broken.yml").write_text("a: [1,\n")
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1\n")
+    (tmp_path / "bad-job.yml").write_text("program: absent.py\nreplicas: many\nparticipant: 2\n")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "hollow.json").write_text('{"bench": "priority", "cells": [{}]}')
     (tmp_path / "run.jsonl").write_text('{"kind": "step", "step": 3, "time_s": 1.0}\n')
