@@ -225,7 +225,7 @@ RUN_BY = {
     "torchrun --nproc-per-node 2 examples/digits_ddp.py": "tests/test_examples.py::test_digits_is_its_ddp_twin_on_any_number_of_workers",
     "torchrun --nproc-per-node 2 benchmarks/system/benchmark_ddp.py": "tests/repro/test_artifact_benchmarks.py::test_the_baseline_says_the_same_of_stock_ddp",
     "kill -9": FIVE_MINUTES,
-    "pgrep -n -f": FIVE_MINUTES,
+    "pgrep -n -u $UID -f": FIVE_MINUTES,
     "kill $!": "tests/test_readme.py::test_each_command_works_in_order",
     "cat ~/.local/state/pliant/tokens/": CONFIG_BY_CURL,
     "curl -H $auth": CONFIG_BY_CURL,
@@ -267,10 +267,10 @@ def covered_by(command: str) -> str:
 
 def test_the_ledger_would_notice_a_new_command() -> None:
     page = (
-        "    $ A=1 pliant run train.py && reboot -f > log | pliant top\n```sh\nkill -9 $(pgrep -n -f x)  # now\n```\n"
+        "    $ A=1 pliant run train.py && reboot -f > log | pliant top\n```sh\nkill -9 $(pgrep -n -u $UID -f x)  # now\n```\n"
     )
-    assert others(page) == ["reboot -f", "kill -9 $", "pgrep -n -f x"]
-    assert [covered_by(each) for each in others(page)] == ["", "kill -9", "pgrep -n -f"]
+    assert others(page) == ["reboot -f", "kill -9 $", "pgrep -n -u $UID -f x"]
+    assert [covered_by(each) for each in others(page)] == ["", "kill -9", "pgrep -n -u $UID -f"]
 
 
 def test_every_other_command_is_run_by_the_test_that_the_ledger_names() -> None:

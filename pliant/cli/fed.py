@@ -100,13 +100,15 @@ def _with_checked_name(job: FederatedJob) -> FederatedJob:
 
 def _read(file: Path, name: str, workers: str) -> FederatedJob:
     from pliant.fed.jobfile import FederatedJob, FedPlacement
-    from pliant.jobs.schema import read_job
-    from pliant.yaml_source import validation_messages
+    from pliant.jobs.schema import is_training, read_job
+    from pliant.yaml_source import YamlSource, validation_messages
 
-    job = read_job(file, name).job
+    source = YamlSource.read(file)
+    job = None if is_training(source) else read_job(source, name).job
     if not isinstance(job, FederatedJob):
         raise ConfigError(
-            f"{file}: no federated job: one says `participants: N`, or has the job_conf of Oort's artifact; `pliant submit` takes others"
+            f"{file}: a training job: `pliant run -f {file}` or `pliant submit {file}` takes it; "
+            "a federated job says `participants: N`, or has the job_conf of Oort's artifact"
         )
     if not workers:
         return job

@@ -317,7 +317,7 @@ def stop(
         found = [opened.job(name) for name in dict.fromkeys(names or ())]
     for job in found:
         if job.is_over:
-            print_for_people(f"{job.name} has ended before ({job.state})")
+            print_for_people(f"{job.name} had already ended ({job.state})")
     foreground = [job.name for job in found if not job.is_over and not job.scheduled]
     scheduled = [job.name for job in found if not job.is_over and job.scheduled]
     if foreground and (server or state):
@@ -348,6 +348,8 @@ def _stop_foreground(names: list[str], deadline_s: float, *, kill: bool, wait: b
     for name in names:
         if not stop_foreground(name, kill=kill):
             raise ConfigError(f"{name}: no process of it runs here; `pliant forget {name}` takes it off the list")
+    if not left:
+        return []
     with show_waiting("each finishes its step"):
         while wait and left and time.monotonic() < deadline_s:
             with open_jobs() as opened:

@@ -90,8 +90,8 @@ def parse_numbers(text: str, flag: str, example: str = "v100=3.1,t4=1") -> dict[
             number = float(value)
         except ValueError:
             number = math.nan
-        if not name.strip() or not math.isfinite(number):
-            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, as in {example}")
+        if not name.strip() or not math.isfinite(number) or name.strip() in found:
+            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, each type once, as in {example}")
         found[name.strip()] = number
     return found
 

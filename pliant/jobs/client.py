@@ -259,7 +259,7 @@ class JobsClient(HttpClient):
             return NotAllowed(f"{self._url}: {reason}")
         if answer.status_code == 401:
             why = "the token we gave is not its own" if self.server.token else "it wants a token"
-            return ConfigError(f"{self._url} refused us, {why}: set PLIANT_TOKEN to that of the server")
+            return ConfigError(f"{self._url} refused us, {why}: set PLIANT_TOKEN to that of the server, or your tenant's")
         if answer.status_code == 404 and job:
             return UnknownJob(unknown_job(job, [known.name for known in self.jobs()]))
         if answer.status_code == 409:

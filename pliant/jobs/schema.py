@@ -260,6 +260,12 @@ def is_federated(source: YamlSource) -> bool:
     return kind == "federated" or (kind != "train" and by_keys)
 
 
+def is_training(source: YamlSource) -> bool:
+    """Return whether the file describes a training job, right or wrong, by its kind or by the program that it names."""
+    says_so = source.values(TEXTS).get("kind") == "train" or bool({"program", "command"} & set(source.keys))
+    return says_so and not is_federated(source)
+
+
 def read_federated_form(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the federated job of a file, without looking into the data and tables that it names."""
     if name and (wrong := name_error(name)):

@@ -344,8 +344,9 @@ class Supervisor:
         """Note that somebody has ended the job before its last step; empty if its program has run to its end."""
         if not by or self._ended_by:
             return []
-        self._ended_by = by
-        return [events.ShowMessage(f"the job was ended before its last step: {by}", True)]
+        # After a failure here, such as Ctrl-C, the config server has only seen that the last worker left.
+        self._ended_by = self._outcome[0] if self._outcome is not None else by
+        return [events.ShowMessage(f"the job was ended before its last step: {self._ended_by}", True)]
 
     def _repeat_losses(self, restored: int) -> list[events.Action]:
         """Report again what a config server that was restored may not know."""

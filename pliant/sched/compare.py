@@ -5,12 +5,11 @@ If jobs are elastic, a change of devices is charged in two ways: as a restart, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,10 +20,13 @@ from pliant.sched import pollux
 from pliant.sched.cluster import Cluster, Reservation, reserved_over_time
 from pliant.sched.failures import FailureRates, Outages
 from pliant.sched.policies import make_policy, policy_class
+from pliant.sched.processes import call_in_processes
 from pliant.sched.simulate import Charges, EndedJob, Simulation, SimulationOutcome, in_use, job_rows, quantile, summary
 from pliant.sched.tenants import OTHERS, Tenant, TenantShares, with_others
 from pliant.sched.traces import ESTIMATE_ERROR, JITTER_GAPS, Trace, jobs_of, perturb
 
+Simulated = tuple[SimulationOutcome | None, dict[str, float | int]]
+"""Outcome and figures of one simulation."""
 MAX_SEEDS = 1000
 RESTART_S = 30.0
 """Seconds of a restart in Pollux' simulator: a checkpoint, new processes, a first step."""
@@ -128,19 +130,18 @@ def compare(
     """Simulate all policies; return the results in the order of `runs`. `processes=0` uses one for each core."""
     todo = [(run, sample) for run in runs(policies, setting) for sample in range(setting.seeds)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(todo))
-    found: dict[tuple[PolicyRun, int], tuple[SimulationOutcome | None, dict[str, float | int]]] = {}
+    found: dict[tuple[PolicyRun, int], Simulated] = {}
     if processes <= 1:
         for number, (run, sample) in enumerate(todo):
             progress(run.policy, number / len(todo))
             part = functools.partial(_report_part, progress, run.policy, number, len(todo))
             found[run, sample] = _simulate(setting, run, sample, part)
     else:
-        # Spawn: the caller may have threads, which do not survive a fork.
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(_simulate, setting, run, sample): (run, sample) for run, sample in todo}
-            for number, future in enumerate(as_completed(futures)):
-                found[futures[future]] = future.result()
-                progress(futures[future][0].policy, (number + 1) / len(todo))
+        calls = call_in_processes(functools.partial(_simulate_one, setting), todo, processes)
+        with contextlib.closing(calls):
+            for number, ((run, sample), simulated) in enumerate(calls):
+                found[run, sample] = simulated
+                progress(run.policy, (number + 1) / len(todo))
     results: dict[PolicyRun, PolicyResult] = {}
     for run, sample in todo:
         outcome, figures = found[run, sample]
@@ -154,13 +155,17 @@ def _report_part(progress: Callable[[str, float], None], policy: str, number: in
     progress(policy, (number + part) / of)
 
 
+def _simulate_one(setting: SimulationSetting, which: tuple[PolicyRun, int]) -> Simulated:
+    return _simulate(setting, *which)
+
+
 def _simulate(
     setting: SimulationSetting,
     run: PolicyRun,
     sample: int,
     progress: Callable[[float], None] = lambda fraction: None,
-) -> tuple[SimulationOutcome | None, dict[str, float | int]]:
-    """Return the figures of one simulation, and its outcome if the trace is as it is: others would fill the memory."""
+) -> Simulated:
+    """Return one simulation; its outcome only if the trace is as it is: others would fill the memory."""
     outcome = setting.run(run.policy, live=run.live, sample=sample, progress=progress)
     return None if sample else outcome, summary(outcome)
 

@@ -74,10 +74,10 @@ def cluster(pliant: Callable[..., Said], tmp_path: Path) -> Iterator[Cluster]:
     running.close()
 
 
-def on_terminal(*words: str) -> str:
+def on_terminal(*words: str, term: str = "dumb") -> str:
     """What a command says on a terminal."""
     ours, theirs = pty.openpty()
-    environ = {**os.environ, "COLUMNS": "100", "TERM": "dumb"}
+    environ = {**os.environ, "COLUMNS": "100", "TERM": term}
     with subprocess.Popen([sys.executable, "-c", MAIN, *words], stdout=theirs, stderr=theirs, env=environ) as process:
         os.close(theirs)
         said = b""
@@ -175,7 +175,7 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert pliant("list", "-q", "--only", "stopped") == (0, "", "")
     assert pliant("stop", "other", "fails-1") == (0, "", "")
     assert pliant("list", "-q", "--only", "stopped") == (0, "other\n", "")
-    assert on_terminal("stop", "other") == "other has ended before (stopped)\n"
+    assert on_terminal("stop", "other", term="xterm") == "other had already ended (stopped)\n"
     # A name that the file leaves open gets the next number, and the shell the job's code.
     assert pliant("submit", "--wait", "fails.yml") == (3, "fails-2\n", "")
 
@@ -189,7 +189,7 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert (code, out) == (2, "")
     assert (
         err
-        == f"pliant: {noted['url']} refused us, the token we gave is not its own: set PLIANT_TOKEN to that of the server\n"
+        == f"pliant: {noted['url']} refused us, the token we gave is not its own: set PLIANT_TOKEN to that of the server, or your tenant's\n"
     )
     assert noted["token"] not in err
 
@@ -289,7 +289,7 @@ def canned(status: int, body: bytes) -> Iterator[str]:
         (200, b"<html>", 2, " is no server of this version of pliant: it is not JSON in its answer to GET /jobs"),
         (200, b'{"jobs": [{"name": "a"}]}', 2, " is no server of this version of pliant: jobs.0.state is missing or wrong in its answer to GET /jobs"),
         (404, b"<html>", 2, "Not Found"),
-        (401, b"", 2, " refused us, it wants a token: set PLIANT_TOKEN to that of the server"),
+        (401, b"", 2, " refused us, it wants a token: set PLIANT_TOKEN to that of the server, or your tenant's"),
     ],
 )  # fmt: skip
 def test_other_servers_are_recognised(

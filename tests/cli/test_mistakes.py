@@ -90,6 +90,8 @@ MISTAKES = [
     ("serve --port 0", "no devices to give", "--devices cpu=4"),
     ("serve --devices cpu", "'cpu'", "TYPE=NUMBER"),
     ("serve --devices cpu=-1", "cpu=-1", "whole number"),
+    ("serve --devices cpu=4,cpu=2", "--devices 'cpu=2'", "each type once"),
+    ("plan --replicas 4 --speed a=1,a=2", "--speed 'a=2'", "each type once"),
     ("serve --port 99999 --devices cpu=1", "--port 99999", "1 to 65535"),
     ("serve --port x --devices cpu=1", "--port 'x'", "such as 9200"),
     ("serve --policy srtf --devices cpu=1", "'srtf'", "easyscale-heter"),
@@ -108,6 +110,7 @@ MISTAKES = [
     ("report", "which jobs?", "pliant report"),
     ("report run.jsonl --target x", "--target 'x'", "0.8"),
     ("reproduce nothing", "nothing", "there are "),
+    ("reproduce kungfu-fgi8 --no-plot", "kungfu-fgi8", "did you mean kungfu-fig8?"),
     ("reproduce all --limit -1 --no-plot", "--limit -1", "minutes, or 0"),
     ("reproduce --quick --full kungfu-fig8 --no-plot", "--quick and --full", "one of them"),
     ("reproduce --steps -3 kungfu-fig8 --no-plot", "--steps -3", "1 or more"),
@@ -137,7 +140,8 @@ MISTAKES = [
     ("run -f program.py", "program.py:", "a program"),
     ("submit empty", "empty", "key: value"),
     ("fed run absent.yml", "absent.yml", "give a YAML file"),
-    ("fed run job.yml", "job.yml", "participants: N"),
+    ("fed run job.yml", "job.yml: a training job", "participants: N"),
+    ("fed run bad-job.yml", "bad-job.yml: a training job", "`pliant run -f bad-job.yml` or `pliant submit bad-job.yml`"),
     ("fed run", "which job?", "pliant fed run"),
     ("fed run --resume nobody", "'nobody'", "there has been none yet"),
     ("fed select --replay absent.json", "absent.json", "give a replay"),
@@ -189,6 +193,7 @@ def littered(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "fed.yml").write_text("participants: 2\ndata: {kind: digits}\n")
     (tmp_path / "broken.yml").write_text("a: [1,\n")
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1\n")
+    (tmp_path / "bad-job.yml").write_text("program: absent.py\nreplicas: many\nparticipant: 2\n")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "hollow.json").write_text('{"bench": "priority", "cells": [{}]}')
     (tmp_path / "run.jsonl").write_text('{"kind": "step", "step": 3, "time_s": 1.0}\n')

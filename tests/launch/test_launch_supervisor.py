@@ -309,6 +309,14 @@ def test_a_view_without_workers_stops_all_and_the_job_has_not_finished() -> None
     assert react(made, Exited(A, -15), 2, ExitRunner) == [ExitRunner(ENDED_EXIT)]
 
 
+def test_ctrl_c_is_named_as_the_cause_and_not_that_the_last_worker_left() -> None:
+    made = training(A)
+    assert "SIGINT received by the runner" in said(made.handle(Interrupted(signal.SIGINT), 5))
+    actions = change(made, Membership(2, over=True, wanted=1, ended_by="its last worker has left"), 6)
+    assert said(actions) == f"the job was ended before its last step: SIGINT received by the runner on {HERE}"
+    assert react(made, Exited(A, -15), 7, ExitRunner) == [ExitRunner(130)]
+
+
 def test_who_has_ended_a_job_is_told_to_the_other_hosts() -> None:
     over = Membership(2, over=True, wanted=1, ended_by="POST /clear from 127.0.0.1")
     made = training(A, FAR, alone=False)

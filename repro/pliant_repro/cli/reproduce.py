@@ -19,6 +19,7 @@ from rich.table import Table
 
 from pliant.cli import completion, output
 from pliant.cli.output import JsonFile, check_writable, is_stdout, save_json
+from pliant.duration import span_text
 from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
 
@@ -139,7 +140,6 @@ def _report(folder: Path, json_file: Path | None) -> None:
 
 def _list(out: Path, json_file: Path | None) -> None:
     from pliant_repro.figures.catalog import FIGURES
-    from pliant_repro.figures.formatting import clock
     from pliant_repro.figures.report import status_of
 
     found = [status_of(out, figure) for figure in FIGURES.values()]
@@ -149,7 +149,7 @@ def _list(out: Path, json_file: Path | None) -> None:
         return
     rows = []
     for status in found:
-        usual = ("" if status.is_measured else "~") + clock(status.usual_s)
+        usual = ("" if status.is_measured else "~") + span_text(status.usual_s)
         args = status.result.get("args") if status.result is not None else None
         size = next((f", {key}" for key in ("quick", "full") if isinstance(args, dict) and args.get(key)), "")
         where = [] if output.is_read_by_people() else [str(status.path) if status.path else "-"]
@@ -157,7 +157,7 @@ def _list(out: Path, json_file: Path | None) -> None:
         rows.append((figure.name, figure.source, usual, status.outcome + size, *where, figure.about))
     output.print_table(COLUMNS, rows, ("time",))
     if output.is_read_by_people():
-        print(f"all: about {clock(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
+        print(f"all: about {span_text(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
         print(f"last run: with --out {out}, where the results are, as NAME.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from pliant.errors import ConfigError
@@ -57,5 +58,7 @@ def find(names: Sequence[str]) -> list[Figure]:
     """
     unknown = [name for name in names if name not in FIGURES and name != "all"]
     if unknown:
-        raise ConfigError(f"reproduce {' '.join(unknown)}: unknown; there are {', '.join(FIGURES)}, and all")
+        near = [match for name in unknown for match in difflib.get_close_matches(name, FIGURES, 1)]
+        hint = f"did you mean {' '.join(near)}?" if near else f"there are {', '.join(FIGURES)}, and all"
+        raise ConfigError(f"reproduce {' '.join(unknown)}: unknown; {hint}")
     return list(FIGURES.values()) if "all" in names else [FIGURES[name] for name in dict.fromkeys(names)]
