@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,9 @@ import pytest
 # assertions of all tests, and each process that a test starts compiles pliant.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all tests are collected: imports leave next to no garbage, and a collection takes 0.2 s
 
@@ -53,6 +57,14 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where pytest-xdist runs tests in several processes, name a folder for what only one of them has to compute."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["PYTEST_SHARED_FOLDER"] = str(tmp_path_factory.getbasetemp().parent)
+
+
+@pytest.fixture(autouse=True)
+def _path_as_before() -> Iterator[None]:
+    """A class of one's own brings the folder of its file along: later tests must not find their modules there."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)
