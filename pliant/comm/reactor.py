@@ -476,6 +476,9 @@ class Reactor:
         self._ended = False
         self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{connections.me}", daemon=True)
+        self._is_put_off = False
+        """Whether the thread starts only when it is needed, and has not been so far."""
+        self._starting = threading.RLock()
 
     # --- for any thread ---
 
@@ -487,6 +490,22 @@ class Reactor:
     def start(self) -> None:
         self._poller.enable_wakeup(True)
         self._thread.start()
+
+    def start_when_needed(self) -> None:
+        """Start the thread with the first operation or connection; until then, calls are made where they are posted.
+
+        A worker that is alone may never need it. In a process without a second thread the C library takes no locks, which
+        makes 5 % of the time in which Python makes many small tensors.
+        """
+        self._is_put_off = True
+
+    def need_thread(self) -> None:
+        """Start the thread, if that was put off."""
+        if self._is_put_off:
+            with self._starting:
+                if self._is_put_off:
+                    self.start()
+                    self._is_put_off = False
 
     def close(self) -> None:
         """Send what is queued, say goodbye to all peers, and end. What still waits fails with EngineClosed."""
@@ -509,11 +528,24 @@ class Reactor:
             raise self._broken
         if self._closing:
             raise EngineClosed("the engine is closed: submit before leaving its `with`")
+        if self._is_put_off and self._was_called(call):
+            return
         self._inbox.append(call)
         if self._asleep:
             self._poller.wake()
         if self._ended:  # between the check of `_closing` and now
             self._refuse_inbox()
+
+    def _was_called(self, call: Operation | ReactorCall) -> bool:
+        """Make the call here, if the thread has not been needed so far; else return False, and the thread runs."""
+        if isinstance(call, Operation):
+            self.need_thread()
+            return False
+        with self._starting:
+            if self._is_put_off:
+                call.run()
+                return True
+        return False
 
     def wake(self) -> None:
         """Have the inbox handled at once, because somebody waits."""

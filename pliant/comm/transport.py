@@ -79,7 +79,8 @@ class Transport:
         Raises:
             CommError: the port, or the worker's name on this host, is in use.
         """
-        self.start()
+        _transports.add(self)
+        self.reactor.start()
         try:
             self._mesh.open()
             yield self
@@ -87,9 +88,9 @@ class Transport:
             self.close()
 
     def start(self) -> None:
-        """Serve connections that `add_connection` brings, without listening for any."""
+        """Serve connections that `add_connection` brings, without listening for any. The thread starts when it is needed."""
         _transports.add(self)
-        self.reactor.start()
+        self.reactor.start_when_needed()
 
     def close(self) -> None:
         """Say goodbye to all peers and close everything."""
@@ -200,6 +201,7 @@ class Transport:
         shared = worker.host == self._me.host
         connections = self.connections
         link = PeerLink(-1, worker, sock, shared=shared, receiver=connections, unsent=connections.unsent, view=-1)
+        self.reactor.need_thread()
         try:
             self._call(partial(connections.add, link))
         except CommError:

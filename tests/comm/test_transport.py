@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,6 +29,38 @@ def test_a_view_of_one_folds_alone_and_grows() -> None:
         alone.all_reduce("sum", total, contributions=parts, parts=[3]).wait()
         assert torch.equal(total, torch.full((10,), 3.0))
         everybody_sums(made, subview(1, workers))
+
+
+def test_who_is_alone_has_no_second_thread_until_it_is_needed() -> None:
+    workers = view_of("AA").workers
+    with loopback_transports(workers[:1], QUICK) as [alone]:
+        before = threading.active_count()
+        alone.enter(subview(0, workers[:1]))
+        alone.lend("state", [torch.ones(3)])
+        alone.reclaim("")
+        engine = alone.enter(subview(1, workers[:1]))
+        assert (alone.reactor.thread_number, threading.active_count()) == (0, before)
+        total = torch.ones(2)
+        engine.all_reduce("sum", total).wait()
+        assert torch.equal(total, torch.ones(2))
+        assert threading.active_count() == before + 1
+        assert alone.reactor.thread_number > 0
+    with pytest.raises(CommError):
+        engine.all_reduce("sum", torch.ones(2))
+
+
+def test_many_threads_need_it_at_once() -> None:
+    with loopback_transports(view_of("A").workers, QUICK) as [alone]:
+        engine = alone.enter(view_of("A"))
+        ready = threading.Barrier(8)
+
+        def use(number: int) -> None:
+            ready.wait(10)
+            engine.add_torn_callback(lambda error: None)
+            engine.all_reduce(f"sum {number}", torch.ones(2)).wait()
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(use, range(8)))
 
 
 def test_open_collectives_fail_and_the_old_engine_refuses_more() -> None:
