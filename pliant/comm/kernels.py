@@ -19,7 +19,7 @@ OPS = ("sum", "min", "max", "prod")
 Operand = torch.Tensor | np.ndarray
 Reducer = Callable[..., object]
 """Computes out = a (op) b when called as reducer(a, b, out=out)."""
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 """Size of the blocks that are folded at a time, so that operands and results of a block stay in the cache."""
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
