@@ -271,6 +271,7 @@ class GradientReducer:
                 return False
         if self._hooks:
             self.remove_hooks()
+        self._marks = None  # they hold the gradients of a step that was taken in the general way
         if self._leaves_gradients and begins_step:
             self._clears_late = True
         return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,3 +325,32 @@ def test_the_machine_goes_the_same_way_without_events() -> None:
                 one.handle(SumsArrived(for_sure=True))
                 assert other.count_pass_alone() == one.passes
                 assert vars(one) == vars(other)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_gradients_of_a_step_are_free_when_the_next_begins(replicas: int) -> None:
+    seed_all()
+    model, optimizer = build()
+    before: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    collects = gc.isenabled()
+    gc.disable()  # they must go by themselves
+    try:
+        with pliant.join(replicas=replicas) as job:
+            model, optimizer = job.wrap(model, optimizer)
+            loader = job.loader(Noisy(), batch_size=1)
+            for _ in job.epochs(1):
+                for step in loader:
+                    for turn, x in enumerate(step):
+                        if turn == 0:
+                            alive.append(sum(each() is not None for each in before))
+                        model(x.expand(4, 3)).square().mean().backward()
+                    before = [weakref.ref(each.grad) for each in model.parameters() if each.grad is not None]
+                    assert len(before) == len(list(model.parameters()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        if collects:
+            gc.enable()
+    assert alive == [0] * len(alive)
+    assert len(alive) >= STEPS
