@@ -148,7 +148,9 @@ def figures(results: Mapping[str, Result]) -> str:
             continue
         if part in TABLES:
             lines += ["", *TABLES[part](result)]
-        where = f"`{shown_command(result['command'])}` on {result['device'].get('name')}, torch {result['device'].get('torch')}"
+        where, device = f"`{shown_command(result['command'])}`", result["device"]
+        if device:  # the parts that only start jobs do not know it
+            where += f" on {device['name']}, torch {device['torch']}"
         lines += ["", f"{verdict_line(result)} [{result['file']}](../repro/results/{result['file']}), {where}."]
     return "\n".join([BEGIN, *lines, "", END])
 
@@ -174,6 +176,8 @@ def readme_row(results: Mapping[str, Result]) -> str:
         f"one {name}, GPT-2 and ResNet-50: a step takes {span(one)} times plain PyTorch's with the same deterministic kernels"
     ]
     said.append(f"{cells[0]['replicas']} replicas take {span(many)} times bare accumulation")
+    if noise := [cell["noise"]["median"] for cell in cells if cell["noise"]["median"]]:
+        said.append(f"plain PyTorch took {span(noise)} times as long as itself there")
     if "live" in results:
         changes = [(kind, felt) for cell in results["live"]["cells"] for kind, felt in cell["changes"].items()]
         gaps = [felt["gap"]["median_s"] * 1e3 for kind, felt in changes if kind in ("shrink", "grow")]
