@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,26 @@ def dash(
     serve(config, watcher, say)
 
 
+def check_page_port(port: str) -> None:
+    """Refuse a value of `--dash` at which no page can be shown, before anything is started.
+
+    Raises:
+        ConfigError: it is no port, or somebody uses it.
+    """
+    if not port:
+        return
+    if not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise ConfigError(f"--dash {port!r} is not a port: use a number from 1 to 65535, or 0 for any free one")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind(("127.0.0.1", int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"--dash {port}: the page cannot listen there ({error.strerror}): use another port, or 0 for any free one"
+            ) from None
+
+
 @contextlib.contextmanager
 def page_beside(port: str, shown: str, *, token_file: str = "", tls: tuple[str, str] = ("", "")) -> Iterator[None]:
     """Show the page of `pliant dash` at a port of loopback until the block ends; an empty `port` shows none.
@@ -92,8 +113,7 @@ def page_beside(port: str, shown: str, *, token_file: str = "", tls: tuple[str, 
     if not port:
         yield
         return
-    if not port.isdecimal() or len(port) > 5 or int(port) > 65535:
-        raise ConfigError(f"--dash {port!r} is not a port: use a number from 1 to 65535, or 0 for any free one")
+    check_page_port(port)
     if shown and not os.path.exists(shown):
         record.Recorder(shown).close()  # a run will write it; the page may look before
     main = [sys.executable, "-c", "from pliant.cli.main import main; main()"]

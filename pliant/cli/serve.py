@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pliant.cli import completion
 from pliant.cli.connection import ServerFlag, connected, devices_text
-from pliant.cli.dash import page_beside
+from pliant.cli.dash import check_page_port, page_beside
 from pliant.cli.output import (
     ServerNameFlag,
     TlsCertFlag,
@@ -104,6 +104,7 @@ def serve(
         raise ConfigError(
             f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}, module:Class or FILE.py:Class"
         )
+    check_page_port(dash)
     chosen = schedulers.make_policy(policy)
     given = parse_counts(devices, "--devices")
     config = JobServerConfig(

@@ -417,7 +417,7 @@ class ElasticState:
             case ResizeView() if by == BY_PROGRAM:
                 return state
             case LeaveNotice(worker):
-                by = f"its last worker, {worker}, has left, as after a notice of preemption"
+                by = f"its last worker, {worker}, has left, as after Ctrl-C or a notice of preemption"
         return replace(state, membership=replace(state.membership, ended_by=by or "nobody knows by whom"))
 
     def _after(self, request: ViewRequest | WorkerNotice, limits: Limits) -> ElasticState:

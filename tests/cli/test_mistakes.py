@@ -230,6 +230,8 @@ def test_a_port_in_use_is_one_line(pliant: Callable[..., Said]) -> None:
             ("config-server", "-host", "127.0.0.1", "-port", port),
             ("serve", "--devices", "cpu=1", "--port", port),
             ("dash", "--port", port),
+            ("serve", "--devices", "cpu=1", "--port", "0", "--dash", port),
+            ("run", "--dash", port, __file__),
         ):
             code, _, err = pliant(*words)
             assert code == 2, err

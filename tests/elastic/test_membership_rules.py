@@ -153,7 +153,7 @@ def test_a_job_whose_last_worker_leaves_has_not_finished() -> None:
     assert one.membership.ended_by == ""
     last = one.after(LeaveNotice(A1), by="POST /leave from 127.0.0.1")
     assert last.membership.over
-    assert last.membership.ended_by == f"its last worker, {A1}, has left, as after a notice of preemption"
+    assert last.membership.ended_by == f"its last worker, {A1}, has left, as after Ctrl-C or a notice of preemption"
 
 
 def test_a_late_worker_of_a_finished_job_learns_that_it_is_over() -> None:
