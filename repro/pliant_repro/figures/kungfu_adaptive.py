@@ -37,7 +37,7 @@ class AdaptiveBatch(Figure):
 
     name = "kungfu-fig4"
     about = "batch sizes that follow the gradient's noise: accuracy over time, beside fixed ones"
-    usual_s = 215
+    usual_s = 170
     modes = {"small": "tab:orange", "large": "tab:red", "adaptive": "tab:blue"}
     growth, threshold = 32, 8
     """The large batch over the small one (1024 over 32 in the paper), and the noise scale over the batch that it allows."""

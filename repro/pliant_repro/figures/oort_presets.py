@@ -111,7 +111,7 @@ class Presets(SelectionFigure):
 
     name = "oort-presets"
     about = "Oort's presets beside random participants: three kinds of data, two models, simulated"
-    usual_s = 330
+    usual_s = 450
     target = None
     more, less_accurate = 1.5, 0.005
     colours: Mapping[str, str] = {
