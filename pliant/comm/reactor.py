@@ -494,25 +494,26 @@ class Reactor:
     def start_when_needed(self) -> None:
         """Start the thread with the first operation or connection; until then, calls are made where they are posted.
 
-        A worker that is alone may never need it. In a process without a second thread the C library takes no locks, which
-        makes 5 % of the time in which Python makes many small tensors.
+        A worker that is alone may never need it, and a second thread costs something even while it sleeps: the C library then
+        takes locks, which makes programs that create many small tensors 5 % slower.
         """
         self._is_put_off = True
 
     def need_thread(self) -> None:
-        """Start the thread, if that was put off."""
+        """Start the thread, if that was put off and the reactor is not closed."""
         if self._is_put_off:
             with self._starting:
-                if self._is_put_off:
+                if self._is_put_off and not self._closing:
                     self.start()
                     self._is_put_off = False
 
     def close(self) -> None:
         """Send what is queued, say goodbye to all peers, and end. What still waits fails with EngineClosed."""
-        self._closing = True
-        if self._thread.ident is None:  # never started
-            self._poller.close()
-            return
+        with self._starting:
+            self._closing = True
+            if self._thread.ident is None:  # never started
+                self._poller.close()
+                return
         self._poller.wake()
         self._thread.join(timeout=self._linger_s + 5)
 

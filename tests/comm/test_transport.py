@@ -49,6 +49,16 @@ def test_who_is_alone_has_no_second_thread_until_it_is_needed() -> None:
         engine.all_reduce("sum", torch.ones(2))
 
 
+def test_who_is_closed_and_never_needed_a_thread_starts_none() -> None:
+    workers = view_of("AA").workers
+    with loopback_transports(workers[:1], QUICK) as [alone]:
+        before = threading.active_count()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs, pytest.raises(CommError):
+        alone.add_connection(workers[1], ours)
+    assert (ours.fileno(), threading.active_count()) == (-1, before)
+
+
 def test_many_threads_need_it_at_once() -> None:
     with loopback_transports(view_of("A").workers, QUICK) as [alone]:
         engine = alone.enter(view_of("A"))
